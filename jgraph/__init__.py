@@ -46,9 +46,11 @@ if TYPE_CHECKING:
         variable_axis_size_partitioner,
     )
     from jgraph.rpc.security.tls import TLS
+    from jgraph.serve.exported_model import ExportedModel
     from jgraph.server.server import Server
     from jgraph.train.checkpoint.checkpoints import Checkpoints
     from jgraph.train.data.source import Source
+    from jgraph.train.export import export
     from jgraph.train.hash_tables.hash_table import HashTable
     from jgraph.train.pipeline.pipeline import Pipeline
     from jgraph.train.pipeline.towers import towers
@@ -75,6 +77,7 @@ _HOMES = {
     "CostModel": "jgraph.plan.auto.cost_model",
     "DeviceSpec": "jgraph.graph.device",
     "EarlyStopping": "jgraph.train.run.callbacks",
+    "ExportedModel": "jgraph.serve.exported_model",
     "Graph": "jgraph.graph.graph",
     "GreedyLoadBalancing": "jgraph.plan.placement.spread",
     "HashTable": "jgraph.train.hash_tables.hash_table",
@@ -103,6 +106,7 @@ _HOMES = {
     "doctor": "jgraph.diagnose",
     "embedding_bag": "jgraph.train.tables.bags",
     "errors": "jgraph.errors",
+    "export": "jgraph.train.export",
     "fixed_size_partitioner": "jgraph.plan.sharding.partitioner",
     "function": "jgraph.graph.tracing.function",
     "mesh": "jgraph.graph.mesh",
@@ -123,6 +127,7 @@ __all__ = [
     "CostModel",
     "DeviceSpec",
     "EarlyStopping",
+    "ExportedModel",
     "Graph",
     "GreedyLoadBalancing",
     "HashTable",
@@ -151,6 +156,7 @@ __all__ = [
     "doctor",
     "embedding_bag",
     "errors",
+    "export",
     "fixed_size_partitioner",
     "function",
     "mesh",

@@ -19,7 +19,12 @@ from jax._src.config import (
     trace_context,
     traceback_in_locations_limit,
 )
-from jax._src.core import Literal, Primitive, Var
+from jax._src.core import (
+    InconclusiveDimensionOperation,  # public from 0.12 on only
+    Literal,
+    Primitive,
+    Var,
+)
 from jax._src.export import _export
 
 # jax.extend.core has the same names, but with jax.extend comes Pallas, which a server
@@ -33,6 +38,7 @@ __all__ = [
     "UNKNOWN_LINE",
     "Atom",
     "Equation",
+    "InconclusiveDimensionOperation",
     "Jaxpr",
     "Literal",
     "Primitive",

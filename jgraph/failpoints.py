@@ -69,6 +69,9 @@ POINTS: Final = (
     "handed.prune_begun",
     "handed.prune_renamed",
     "handed.pruned",
+    "export.arrays_written",
+    "export.manifest_written",
+    "export.committed",
 )
 """Every point that there is."""
 

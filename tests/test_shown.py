@@ -42,7 +42,7 @@ def told_by_a_wrong_master(status: ClusterStatus) -> ClusterStatus:
 
 
 @pytest.fixture(scope="module")
-def made() -> Iterator[dict[str, Any]]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """What users hold, by the public name that made it; named as badly as it may be."""
 
     def loss(model: Any, batch: Any) -> Any:
@@ -53,6 +53,8 @@ def made() -> Iterator[dict[str, Any]]:
     trainer = jg.Trainer(table, loss, optax.sgd(0.1), metrics={EVIL: loss})
     run = trainer.fit(X, steps=2, batch_size=4, progress=False)
     variable = jg.Variable(EVIL, jnp.ones(2))
+    models = tmp_path_factory.mktemp("models")
+    exported = jg.export(lambda x: {EVIL: x}, X, models / "evil")
 
     def step(x: Any) -> Any:
         variable[...] = variable[...] * x
@@ -97,6 +99,8 @@ def made() -> Iterator[dict[str, Any]]:
         "Session.plan": session.plan(function, X[0]),
         "Source": jg.Source.npz(EVIL),
         "SyncPS": jg.SyncPS(),
+        "ExportedModel": exported,
+        "export": exported,
         "TLS": jg.TLS(Path(EVIL), Path("key"), Path("ca")),
         "Trainer": trainer,
         "Trainer.plan": trainer.plan(),

@@ -12,7 +12,16 @@ from collections.abc import Sequence
 
 import typer
 
-from jgraph.cli import clusters, dashboard, hosts, launching, looking, runs, tasks
+from jgraph.cli import (
+    clusters,
+    dashboard,
+    hosts,
+    launching,
+    looking,
+    runs,
+    serving,
+    tasks,
+)
 from jgraph.cli.options import FAILURE, FORBIDDEN, OK, UNREACHABLE, USAGE, Commands
 from jgraph.errors import (
     AddressError,
@@ -24,6 +33,7 @@ from jgraph.errors import (
 )
 from jgraph.examples.cli import app as examples
 from jgraph.loading import end_uncollected
+from jgraph.serve.cli import app as models
 from jgraph.train.checkpoint.cli import app as ckpt
 
 __all__ = [
@@ -50,6 +60,7 @@ for command in (
     *(looking.version, clusters.doctor, hosts.server, hosts.certs),
     *(clusters.up, clusters.down, clusters.status, clusters.top, dashboard.dashboard),
     *(runs.runs, runs.events, tasks.logs, tasks.drain, looking.show, looking.demo),
+    serving.export,
 ):
     app.command()(command)
 app.add_typer(hosts.tokens, name="token")
@@ -57,6 +68,7 @@ app.add_typer(launching.slurm, name="slurm")
 app.add_typer(launching.k8s, name="k8s")
 app.add_typer(examples, name="examples")
 app.add_typer(ckpt, name="ckpt")
+app.add_typer(models, name="model")
 
 
 def exit_code(error: JGError) -> int:

@@ -90,11 +90,10 @@ INSTEAD: Final[Mapping[str, str]] = {
     "the same model; `jgraph runs` lists the names",
     "chaos": "tasks are killed on purpose with cluster.kill(TASK) of a "
     "jg.LocalCluster; notebooks/04_break_it_on_purpose.ipynb shows how",
-    "export": "a trained model is a Flax model again: run.model(); export that with "
-    "jax.export",
     "kill": "`jgraph drain TASK` ends a task gently, `jgraph status` shows its process "
     "id, and a jg.LocalCluster has cluster.kill(TASK)",
-    "predict": "predictions are made in Python: trainer.predict(x), or run.model()",
+    "predict": "predictions are made in Python: trainer.predict(x), or "
+    "jg.ExportedModel(path).predict(x)",
     "serve": "jgraph trains, and serves no models: run.model() is your Flax model",
     "serve-task": "`jgraph server` is what runs on a host",
     "stack": "`jgraph status --explain` says what steps under way wait for",

@@ -46,7 +46,7 @@ def show(
       ConfigError: no such file or name, or an argument that is no type.
       UserError: what the function does cannot be traced or placed.
     """
-    module, found = _object_at(where)
+    module, found = object_at(where)
     if not isinstance(found, Plan | Graph):
         if not callable(found):
             raise ConfigError(
@@ -61,7 +61,12 @@ def show(
     )
 
 
-def _object_at(where: str) -> tuple[ModuleType, Any]:
+def object_at(where: str) -> tuple[ModuleType, Any]:
+    """Returns what ``path/to/file.py:name`` names, and its module.
+
+    Raises:
+      ConfigError: no such file or name.
+    """
     place, _, name = where.rpartition(":")
     if not place or not name:
         raise ConfigError(

@@ -33,6 +33,9 @@
     │   ├── ClusterSpecError          JG-123  a cluster description that cannot be
     │   ├── ConfigError               JG-124  an option outside what is allowed
     │   ├── ClusterBusyError          JG-501  another run is using these variables
+    │   ├── ModelNotFoundError        JG-601  no such model, version or label
+    │   ├── ModelInputError           JG-603  inputs that are not those of the model
+    │   ├── ArtifactError             JG-611  an exported model that cannot be used
     │   ├── DashboardRequestError     JG-621  a request that a dashboard refuses
     │   └── JournalError              JG-622  no journal of a dashboard
     ├── ClusterError            the cluster cannot do it now
@@ -57,7 +60,9 @@
     │   ├── RunOverError              JG-136  the training run needs no more steps
     │   ├── StaleGradientError        JG-137  a gradient older than it may be
     │   ├── TaskMemoryError           JG-143  no memory for what it has to compute
-    │   └── CopyLostError             JG-140  what is nowhere kept a second time
+    │   ├── CopyLostError             JG-140  what is nowhere kept a second time
+    │   ├── ModelNotReadyError        JG-602  a model that cannot answer now
+    │   └── OverloadedError           JG-604  more requests than a server takes
     ├── ProtocolError           the other side sent what it must not send
     │   ├── MalformedMessageError     JG-401  bytes that are not a message of ours
     │   ├── MessageTooLargeError      JG-402  a message over the limit
@@ -74,4 +79,5 @@ from jgraph.errors.base import *  # noqa: F403
 from jgraph.errors.cluster import *  # noqa: F403
 from jgraph.errors.data import *  # noqa: F403
 from jgraph.errors.protocol import *  # noqa: F403
+from jgraph.errors.serving import *  # noqa: F403
 from jgraph.errors.user import *  # noqa: F403

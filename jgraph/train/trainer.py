@@ -43,7 +43,7 @@ from jgraph.train.run.callbacks import check_evaluated
 from jgraph.train.run.history import History
 from jgraph.train.run.hooks import Callback, as_callbacks
 from jgraph.train.run.progress import Display, display_of
-from jgraph.train.run.run import Run
+from jgraph.train.run.run import Predictor, Run
 from jgraph.train.state.runner import Position
 from jgraph.train.state.training_state import TrainingState
 from jgraph.train.strategies.strategies import Strategy, choose_strategy, replica_names
@@ -354,6 +354,10 @@ class Trainer:
         """Returns the model as it is now; see ``Run.model``."""
         return self._state.model_of(None)
 
+    def predictor(self) -> Predictor:
+        """Returns the model as it is now as a function; ``jg.export`` takes it."""
+        return self._state.predictor_of(None)
+
     @short_traceback
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Writes an Orbax checkpoint of the state as it is now; see ``Run.save``."""
@@ -447,7 +451,7 @@ class Trainer:
         self.close()
 
     def __dir__(self) -> list[str]:
-        hidden = {"current_values", "current_position"}
+        hidden = {"current_values", "current_position", "predictor"}
         return [name for name in super().__dir__() if name not in hidden]
 
     def __repr__(self) -> str:

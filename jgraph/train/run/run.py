@@ -1,7 +1,7 @@
 """Run: a handle on training with its metrics, its results and a way to stop it."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
@@ -22,10 +22,31 @@ from jgraph.train.state.runner import Events, Position, Staleness
 from jgraph.view import markup
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Predictor:
+    """A trained model as a pure function, for whoever takes it elsewhere.
+
+    Attributes:
+      predict: as ``Adapter.predict``.
+      params: its first argument.
+      state: its second.
+      tables: hash tables that the model has.
+    """
+
+    predict: Callable[..., Any]
+    params: Any
+    state: Any
+    tables: Sequence[str]
+
+
 class Result(Protocol):
     """What a run asks of the Trainer that made it, about values it gives."""
 
     def model_of(self, values: Sequence[Any] | None) -> Any:
+        """Returns the trained model of these variable values; None: those of now."""
+
+    def predictor_of(self, values: Sequence[Any] | None) -> Predictor:
         """Returns the trained model of these variable values; None: those of now."""
 
     def save_values(
@@ -223,6 +244,10 @@ class Run:
           TooLargeError: a parameter is too large for this process.
         """
         return self._result.model_of(self._outcome.values)
+
+    def predictor(self) -> Predictor:
+        """Returns the trained model as a function; ``jg.export`` takes it."""
+        return self._result.predictor_of(self._outcome.values)
 
     @short_traceback
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:

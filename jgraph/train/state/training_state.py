@@ -11,6 +11,7 @@ from jgraph.train.data.data import Data, Dataset
 from jgraph.train.data.source import Source, as_source_or_dataset
 from jgraph.train.evaluation.evaluations import Copy, Evaluation
 from jgraph.train.parts import TrainerBuild
+from jgraph.train.run.run import Predictor
 from jgraph.train.state.runner import Events, Position, Staleness
 
 
@@ -42,6 +43,14 @@ class TrainingState:
         values = runner.state.values(model_only=True) if values is None else values
         tree = step.unflatten(values)
         return step.adapter.model(tree["params"], tree["state"])
+
+    def predictor_of(self, values: Sequence[Any] | None) -> Predictor:
+        """See ``Result.predictor_of``."""
+        step, runner, _ = self._parts.made()
+        values = runner.state.values(model_only=True) if values is None else values
+        tree = step.unflatten(values)
+        tables = [str(table) for table in step.adapter.tables]
+        return Predictor(step.adapter.predict, tree["params"], tree["state"], tables)
 
     def current_staleness(self) -> Staleness:
         """See ``Result.current_staleness``."""

@@ -1,0 +1,1 @@
+"""Exported models and the servers that answer with them."""

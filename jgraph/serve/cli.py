@@ -1,0 +1,169 @@
+"""``jgraph model``: list, show, verify, label and prune exported models."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jgraph.errors import ArtifactError, JGError
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+Model = Annotated[
+    Path, typer.Argument(help="Directory of a model, or of a version.", metavar="PATH")
+]
+
+app = typer.Typer(
+    help="List, show, verify, label and prune exported models.", no_args_is_help=True
+)
+
+
+@app.command()
+def ls(
+    path: Annotated[
+        Path, typer.Argument(help="A model, or a directory of models.", metavar="PATH")
+    ],
+    as_json: Json = False,
+) -> None:
+    """List versions and labels; reads manifests, not arrays."""
+    rows = [_facts(one) for model in _models(path) for one in _versions(model)]
+    _print(as_json, rows, "\n".join(map(_line, rows)) or f"no models in {path}")
+
+
+@app.command()
+def show(path: Model, as_json: Json = False) -> None:
+    """Show the signatures of the newest version, or of the one that is named."""
+    from jgraph.serve.exported_model import ExportedModel
+    from jgraph.serve.signature import listed
+
+    model = ExportedModel(path)
+    lines = [_line(_facts(model.path))]
+    for name, one in model.signatures.items():
+        together = "computed together" if one.rows_independent else "computed alone"
+        lines.append(f"  {name}: ({listed(one.inputs)}) -> {listed(one.outputs)}")
+        lines.append(f"    requests are {together}; program {one.program[:12]}")
+    body = json.loads(model.manifest.to_json())
+    _print(as_json, {"path": str(model.path), **body}, "\n".join(lines))
+
+
+@app.command()
+def verify(path: Model, as_json: Json = False) -> None:
+    """Read every byte of a version, or of all; exit 1 if one is damaged."""
+    from jgraph.serve.exported_model import ExportedModel
+
+    found = [path] if path.name.isdecimal() else _versions(path)
+    if not found:
+        raise ArtifactError(f"there is no version of a model in {path}")
+    rows = []
+    for version in found:
+        facts = _facts(version)
+        try:
+            ExportedModel(version).verify()
+        except JGError as error:
+            facts["problem"] = str(error)
+        rows.append(facts)
+    _print(as_json, rows, "\n".join(map(_line, rows)))
+    if any(row["problem"] for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command()
+def label(
+    path: Annotated[
+        Path, typer.Argument(help="Directory of a model.", metavar="MODEL")
+    ],
+    name: Annotated[str, typer.Argument(help="The label.", metavar="LABEL")],
+    version: Annotated[
+        int | None, typer.Argument(help="The version; none: take the label away.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Call a version by a name; servers see it within seconds."""
+    from jgraph.serve.labels import set_label
+
+    labels = set_label(path, name, version)
+    text = ", ".join(f"{n} = {v}" for n, v in labels.targets.items()) or "no labels"
+    _print(as_json, {"labels": labels.targets, "split": labels.split}, text)
+
+
+@app.command()
+def prune(
+    path: Annotated[
+        Path, typer.Argument(help="Directory of a model.", metavar="MODEL")
+    ],
+    keep: Annotated[int, typer.Option(min=1, help="How many versions to keep.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what would be deleted.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete all but the newest versions, and those that have a label."""
+    from jgraph.serve.artifact import versions_in
+    from jgraph.serve.labels import read_labels
+
+    labelled = set(read_labels(path).targets.values())
+    old = [v for v in versions_in(path)[:-keep] if v not in labelled]
+    for version in [] if dry_run else old:
+        # What is renamed first is not found in part by a server.
+        gone = (path / str(version)).rename(path / f".{version}.gone")
+        shutil.rmtree(gone)
+    verb = "would delete" if dry_run else "deleted"
+    text = ", ".join(map(str, old)) or "nothing"
+    _print(as_json, {"deleted": old, "dry_run": dry_run}, f"{verb} {text}")
+
+
+def _models(path: Path) -> list[Path]:
+    from jgraph.serve.artifact import MODEL_NAME
+
+    if _versions(path):
+        return [path]
+    if not path.is_dir():
+        raise ArtifactError(f"there is no directory {path}")
+    return sorted(
+        one for one in path.iterdir() if one.is_dir() and MODEL_NAME.fullmatch(one.name)
+    )
+
+
+def _versions(model: Path) -> list[Path]:
+    from jgraph.serve.artifact import versions_in
+
+    return [model / str(version) for version in versions_in(model)]
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """Returns what is known of a version; ``problem`` says what is wrong with it."""
+    from jgraph.serve.artifact import read_manifest
+    from jgraph.serve.labels import read_labels
+
+    path = path.absolute()
+    try:
+        manifest = read_manifest(path)
+        targets = read_labels(path.parent).targets.items()
+    except JGError as error:
+        return {"path": str(path), "problem": str(error)}
+    return {
+        "path": str(path),
+        "model": path.parent.name,
+        "version": int(path.name),
+        "labels": [label for label, version in targets if version == int(path.name)],
+        "signatures": list(manifest.signatures),
+        "nbytes": manifest.nbytes,
+        "platforms": list(manifest.platforms),
+        "time": manifest.source.get("time", ""),
+        "problem": "",
+    }
+
+
+def _line(facts: dict[str, Any]) -> str:
+    if facts["problem"]:
+        return f"✗ {facts['problem']}"
+    labels = f"  [{', '.join(facts['labels'])}]" if facts["labels"] else ""
+    return (
+        f"{facts['model']}  {facts['version']}{labels}  {facts['nbytes']:,} bytes  "
+        f"{', '.join(facts['signatures'])}  {facts['time']}"
+    )
+
+
+def _print(as_json: bool, facts: object, text: str) -> None:
+    typer.echo(json.dumps(facts) if as_json else text)

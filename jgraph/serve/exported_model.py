@@ -1,0 +1,235 @@
+"""Exported model: a version loaded from its directory, that can be asked."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from jgraph._compat import wide_types
+from jgraph.errors import ArtifactError, ModelNotFoundError
+from jgraph.plan.program.program import SegmentCode
+from jgraph.runtime.compiled.compile_cache import CompileCache, Executable
+from jgraph.serve.artifact import (
+    ModelManifest,
+    damaged,
+    digest_of,
+    read_arrays,
+    read_example,
+    read_manifest,
+    read_program,
+    versions_in,
+)
+from jgraph.serve.signature import (
+    DEFAULT,
+    Array,
+    Signature,
+    array_of_numbers,
+    listed,
+)
+from jgraph.view import markup
+
+
+@final
+class LoadedFunction:
+    """A signature with its arrays on the device, ready to be called.
+
+    Args:
+      signature: what it takes and gives.
+      run: its code.
+      arrays: its first arguments.
+    """
+
+    __slots__ = ("_arrays", "_run", "signature")
+
+    def __init__(
+        self, signature: Signature, run: Executable, arrays: Sequence[Any]
+    ) -> None:
+        self.signature = signature
+        self._run = run
+        self._arrays = arrays
+
+    def __call__(self, inputs: Sequence[Array]) -> list[Array]:
+        """Returns the outputs; code for another number of rows is compiled first."""
+        return [np.asarray(value) for value in self._run(*self._arrays, *inputs)]
+
+
+@final
+class LoadedVersion:
+    """A version of a model in memory.
+
+    Args:
+      path: its directory.
+      cache: has the code of versions that were loaded before: what is called by the
+        same digest is not compiled again.
+
+    Raises:
+      ArtifactError: a file is damaged.
+      ProtocolError: this process cannot run the code.
+    """
+
+    def __init__(self, path: Path, cache: CompileCache) -> None:
+        self.manifest = read_manifest(path)
+        with wide_types():  # the manifest says what each array is
+            arrays = {n: jax.device_put(a) for n, a in read_arrays(path, self.manifest)}
+        self.functions: dict[str, LoadedFunction] = {}
+        for name, one in self.manifest.signatures.items():
+            code = SegmentCode(
+                one.program,
+                read_program(path, one.program),
+                self.manifest.platforms,
+                f"{path.parent.name}/{name}",
+            )
+            chosen = [arrays[argument] for argument in one.arguments]
+            self.functions[name] = LoadedFunction(one, cache.load(code), chosen)
+        self.examples = read_example(path, self.manifest)
+
+    def function(self, signature: str) -> LoadedFunction:
+        """Returns the function of a signature; the default one, if empty.
+
+        Raises:
+          ModelNotFoundError: there is none of that name.
+        """
+        name = signature or self.default
+        if name not in self.functions:
+            raise ModelNotFoundError(
+                f"'{name:.80}' is no signature of the model; it has "
+                f"{', '.join(self.functions)}"
+            )
+        return self.functions[name]
+
+    @property
+    def default(self) -> str:
+        """The signature that is meant where none is named."""
+        return DEFAULT if DEFAULT in self.functions else next(iter(self.functions))
+
+
+@final
+class ExportedModel:
+    """A version of a model as ``jg.export`` wrote it.
+
+    Args:
+      path: directory of the version, or of the model: then its newest version.
+
+    Raises:
+      ArtifactError: there is none, or its manifest is damaged.
+
+    Example:
+      >>> import tempfile
+      >>> import jgraph as jg
+      >>> import numpy as np
+      >>> f, x = lambda x: x / 2 + 3, np.zeros(3, np.float32)
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     exported = jg.export(f, x, f"{directory}/half_plus_three")
+      ...     exported.predict([1, 2, 5])["y"].tolist()
+      [3.5, 4.0, 5.5]
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        where = Path(path).expanduser().absolute()
+        if not where.name.isdecimal():
+            if not (numbers := versions_in(where)):
+                raise ArtifactError(f"there is no version of a model in {where}")
+            where = where / str(numbers[-1])
+        self.path = where
+        self.manifest: ModelManifest = read_manifest(where)
+
+    @property
+    def version(self) -> int:
+        """Its number."""
+        return int(self.path.name)
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.path.parent.name
+
+    @property
+    def signatures(self) -> Mapping[str, Signature]:
+        """Its functions, by name."""
+        return self.manifest.signatures
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its arrays."""
+        return self.manifest.nbytes
+
+    @cached_property
+    def _loaded(self) -> LoadedVersion:
+        return LoadedVersion(self.path, CompileCache())
+
+    def predict(self, x: Any, *, signature: str = "") -> dict[str, Array]:
+        """Returns the outputs for a batch, by name.
+
+        Args:
+          x: a dict by the names of the inputs, or the one input.
+          signature: which function; the default one if empty.
+
+        Raises:
+          ModelInputError: inputs of other names, dtypes or shapes.
+          ModelNotFoundError: no such signature.
+        """
+        function = self._loaded.function(signature)
+        one = function.signature
+        inputs, rows = one.ordered(named(one, x))
+        outputs = [spec.empty() for spec in one.outputs]
+        if rows:
+            outputs = function(inputs)
+        return {s.name: v for s, v in zip(one.outputs, outputs, strict=True)}
+
+    def example(self, signature: str = "") -> dict[str, Array]:
+        """Returns inputs that the model takes, a row of each."""
+        found = read_example(self.path, self.manifest)
+        default = DEFAULT if DEFAULT in found else next(iter(found))
+        return found[signature or default]
+
+    def verify(self) -> "ExportedModel":
+        """Reads every byte and compares it with what was exported.
+
+        Raises:
+          ArtifactError: names the file that is damaged.
+        """
+        for _ in read_arrays(self.path, self.manifest):
+            pass
+        for one in self.signatures.values():
+            if digest_of(read_program(self.path, one.program)) != one.program:
+                what = "its content is not what was exported"
+                raise damaged(self.path, f"programs/{one.program}", what)
+        read_example(self.path, self.manifest)
+        return self
+
+    def __repr__(self) -> str:
+        return f"ExportedModel({self.name!r}, version={self.version})"
+
+    def _repr_html_(self) -> str:
+        facts: dict[str, object] = {
+            "version": self.version,
+            "arrays": f"{len(self.manifest.arrays)}, {self.nbytes:,} bytes",
+            "platforms": ", ".join(self.manifest.platforms),
+            "path": self.path,
+        }
+        for name, one in self.signatures.items():
+            facts[name] = f"({listed(one.inputs)}) -> {listed(one.outputs)}"
+        return markup.facts(f"ExportedModel {self.name}", facts)
+
+
+def named(signature: Signature, x: Any) -> dict[str, Array]:
+    """Returns inputs by name, as arrays of the dtypes that Python's numbers fit.
+
+    A NumPy or JAX array keeps its dtype; lists of numbers take that of the input.
+
+    Raises:
+      ModelInputError: names or types that are not those of the signature.
+    """
+    if not isinstance(x, Mapping):
+        x = {signature.inputs[0].name: x}
+    found: dict[str, Array] = {}
+    for name, value in x.items():
+        spec = signature.input(name)
+        if hasattr(value, "dtype"):
+            found[name] = np.asarray(value)
+        else:
+            found[name] = array_of_numbers(spec, value)
+    return found

@@ -1,0 +1,114 @@
+"""Labels of a model's versions: ``labels.json``, replaced by rename."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, final
+
+from jgraph.errors import ArtifactError
+from jgraph.serve.artifact import MAX_VERSION, read_file, versions_in
+
+FILE: Final = "labels.json"
+MAX_BYTES: Final = 1 << 20
+LABEL: Final = re.compile(r"[A-Za-z_][0-9A-Za-z_.-]{0,63}")
+_SPLIT: Final = "split"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """What the versions of a model are called, and how requests are split.
+
+    Attributes:
+      targets: version by label.
+      split: percent of the requests by label, for requests that name no version.
+
+    Example:
+      >>> Labels.of('{"stable": 7, "canary": 8, "split": {"stable": 90, "canary": 10}}')
+      Labels(targets={'stable': 7, 'canary': 8}, split={'stable': 90, 'canary': 10})
+    """
+
+    targets: Mapping[str, int] = field(default_factory=dict)
+    split: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, text: str) -> "Labels":
+        """Reads the content of the file.
+
+        Raises:
+          ValueError: it means nothing; says why.
+        """
+        found: Any = json.loads(text)
+        if not isinstance(found, dict):
+            raise ValueError("it is no object of labels")  # noqa: TRY004  # of a file
+        split = found.pop(_SPLIT, {})
+        for label, version in found.items():
+            if not LABEL.fullmatch(label):
+                raise ValueError(
+                    f"'{label:.80}' is no label: take letters, digits, '_', '-' and "
+                    "'.', a letter first"
+                )
+            if type(version) is not int or not 0 < version <= MAX_VERSION:
+                raise ValueError(f"the version of '{label}' is no number from 1 on")
+        if not isinstance(split, dict) or any(
+            type(share) is not int or share < 0 or label not in found
+            for label, share in split.items()
+        ):
+            raise ValueError("split has to give labels of this file percents")
+        if split and sum(split.values()) != 100:
+            raise ValueError(f"the percents of split make {sum(split.values())}")
+        return cls(found, split)
+
+
+def read_labels(model: Path) -> Labels:
+    """Reads the labels of a model; a model without the file has none.
+
+    Raises:
+      ArtifactError: the file means nothing.
+    """
+    try:
+        return Labels.of(read_file(model, FILE, MAX_BYTES).decode())
+    except FileNotFoundError:
+        return Labels()
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArtifactError(f"{model / FILE}: {error}; correct it") from error
+
+
+def set_label(model: Path, label: str, version: int | None) -> Labels:
+    """Calls a version by a label, or takes the label away; returns all labels.
+
+    Args:
+      model: directory of the model.
+      label: the name.
+      version: what it is to name; None: nothing any more.
+
+    Raises:
+      ArtifactError: no such version, no label, or the file cannot be written.
+    """
+    now = read_labels(model)
+    targets = {name: v for name, v in now.targets.items() if name != label}
+    if version is not None:
+        if version not in (there := versions_in(model)):
+            raise ArtifactError(
+                f"{model.name} has no version {version}; it has "
+                f"{', '.join(map(str, there)) or 'none'}"
+            )
+        targets[label] = version
+    content = json.dumps({**targets, **({_SPLIT: now.split} if now.split else {})})
+    try:
+        labels = Labels.of(content)
+    except ValueError as error:
+        raise ArtifactError(f"{error}") from error
+    new = model / f".{FILE}.{os.getpid()}.{os.urandom(4).hex()}"
+    try:
+        new.write_text(content, encoding="utf-8")
+        new.replace(model / FILE)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise ArtifactError(
+            f"cannot write {model / FILE}: {error.strerror or error}"
+        ) from error
+    return labels

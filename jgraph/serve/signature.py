@@ -1,0 +1,282 @@
+"""Signature of an exported function: names, datatypes and shapes, and their checks."""
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, final
+
+import ml_dtypes
+import numpy as np
+
+from jgraph.errors import ArtifactError, ModelInputError
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+DEFAULT: Final = "serving_default"
+"""The signature that is meant where none is named."""
+
+DATATYPES: Final = {
+    "bool": "BOOL",
+    "uint8": "UINT8",
+    "uint16": "UINT16",
+    "uint32": "UINT32",
+    "uint64": "UINT64",
+    "int8": "INT8",
+    "int16": "INT16",
+    "int32": "INT32",
+    "int64": "INT64",
+    "float16": "FP16",
+    "float32": "FP32",
+    "float64": "FP64",
+    "bfloat16": "BF16",
+}
+"""Names of the Open Inference Protocol, by dtype."""
+
+MAX_RANK: Final = 32
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """An input or output.
+
+    Attributes:
+      name: what it is called.
+      dtype: name of its dtype.
+      shape: its sizes; None: the number of rows of the batch.
+
+    Example:
+      >>> print(TensorSpec("dense", "float32", (None, 13)))
+      dense: float32[b,13]
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+
+    @property
+    def datatype(self) -> str:
+        """What the Open Inference Protocol calls its dtype."""
+        return DATATYPES[self.dtype]
+
+    @property
+    def np_dtype(self) -> np.dtype[Any]:
+        """Its dtype."""
+        return dtype_of(self.dtype)
+
+    @property
+    def wire_shape(self) -> list[int]:
+        """Its sizes, -1 for any number of rows."""
+        return [-1 if size is None else size for size in self.shape]
+
+    def check(self, dtype: str, shape: Sequence[int]) -> None:
+        """Refuses a value of another type.
+
+        Args:
+          dtype: its dtype, or what the protocol calls it.
+          shape: its sizes.
+
+        Raises:
+          ModelInputError: names both types.
+        """
+        if dtype not in (self.dtype, self.datatype):
+            raise ModelInputError(
+                f"input '{self.name}' is {dtype:.40}, and the model takes "
+                f"{self.datatype} ({self.dtype}); nothing is cast: send that",
+                input=self.name,
+            )
+        fits = len(shape) == len(self.shape) and all(
+            size >= 0 if wanted is None else size == wanted
+            for size, wanted in zip(shape, self.shape, strict=True)
+        )
+        if not fits:
+            raise ModelInputError(
+                f"input '{self.name}' has the shape {short(shape)}, and the model "
+                f"takes {self}",
+                input=self.name,
+            )
+
+    def nbytes_of(self, shape: Sequence[int]) -> int:
+        """Returns how many bytes a value of such a shape has."""
+        return math.prod(shape) * self.np_dtype.itemsize
+
+    def empty(self) -> Array:
+        """Returns the value of no rows."""
+        return np.zeros([size or 0 for size in self.shape], self.np_dtype)
+
+    def __str__(self) -> str:
+        sizes = ",".join("b" if size is None else str(size) for size in self.shape)
+        return f"{self.name}: {self.dtype}[{sizes}]"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A function of an exported model.
+
+    Attributes:
+      program: SHA-256 of its code.
+      inputs: what it takes after the model's arrays.
+      outputs: what it gives.
+      arguments: names of the arrays that it takes first.
+      is_batched: axis 0 of each input and output is any number of rows.
+      rows_independent: a row's answer does not depend on the other rows, so that
+        requests may be computed together.
+      rtol: how much the answer of a row may differ, relatively, among others.
+    """
+
+    program: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    arguments: tuple[str, ...] = ()
+    is_batched: bool = False
+    rows_independent: bool = False
+    rtol: float = 1e-5
+
+    def input(self, name: str) -> TensorSpec:
+        """Returns the input of a name.
+
+        Raises:
+          ModelInputError: there is none; says which there are.
+        """
+        for spec in self.inputs:
+            if spec.name == name:
+                return spec
+        raise ModelInputError(
+            f"'{name:.80}' is no input of the model; {_nearest(name, self.inputs)}",
+            input=name[:80],
+        )
+
+    def chosen(self, names: Iterable[str]) -> list[int]:
+        """Returns the positions of outputs that somebody names; of all, if none.
+
+        Raises:
+          ModelInputError: one is no output, or is named twice.
+        """
+        known = {spec.name: place for place, spec in enumerate(self.outputs)}
+        places: list[int] = []
+        for name in names:
+            if name not in known:
+                raise ModelInputError(
+                    f"'{name:.80}' is no output of the model; "
+                    f"{_nearest(name, self.outputs)}"
+                )
+            if known[name] in places:
+                raise ModelInputError(f"the output '{name}' is named twice")
+            places.append(known[name])
+        return places or list(range(len(self.outputs)))
+
+    def ordered(self, values: Mapping[str, Array]) -> tuple[list[Array], int]:
+        """Returns the inputs in the order of the program, and how many rows they have.
+
+        Raises:
+          ModelInputError: one is missing, unknown or of another type, or they have
+            different numbers of rows.
+        """
+        for name in values:
+            self.input(name)
+        found: list[Array] = []
+        for spec in self.inputs:
+            if spec.name not in values:
+                raise ModelInputError(
+                    f"the input '{spec.name}' is missing; the model takes "
+                    f"{listed(self.inputs)}",
+                    input=spec.name,
+                )
+            value = values[spec.name]
+            spec.check(value.dtype.name, value.shape)
+            found.append(value)
+        if not self.is_batched:
+            return found, 1
+        first, rows = self.inputs[0], len(found[0])
+        for spec, value in zip(self.inputs, found, strict=True):
+            if len(value) != rows:
+                raise ModelInputError(
+                    f"input '{first.name}' has {rows} rows and '{spec.name}' has "
+                    f"{len(value)}; send one row of each per example",
+                    input=spec.name,
+                )
+        return found, rows
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Returns the dtype of a name.
+
+    Example:
+      >>> dtype_of("bfloat16").itemsize
+      2
+    """
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def check_dtype(name: str, dtype: str) -> None:
+    """Refuses a dtype that the protocols of servers have no name for.
+
+    Raises:
+      ArtifactError: it is one.
+    """
+    if dtype not in DATATYPES:
+        raise ArtifactError(
+            f"'{name}' is {dtype}, which inference protocols have no name for; convert "
+            f"it in the function, to one of {', '.join(DATATYPES)}"
+        )
+
+
+def array_of_numbers(spec: TensorSpec, value: Any) -> Array:
+    """Returns numbers of Python, in nested lists, as an array of the input's dtype.
+
+    Raises:
+      ModelInputError: they are of another kind, do not fit, or are no rectangle.
+
+    Example:
+      >>> array_of_numbers(TensorSpec("x", "float32", (None,)), [1, 2.5]).dtype
+      dtype('float32')
+    """
+    wanted = spec.np_dtype
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise _no_numbers(spec, f"is no array: {str(error).splitlines()[0]}") from error
+    if not array.size:
+        return np.zeros(array.shape, wanted)
+    kinds = {"b": "b", "i": "iu", "u": "iu"}.get(wanted.kind, "iuf")
+    if array.dtype.kind not in kinds:
+        raise _no_numbers(spec, f"has values that are no {spec.dtype}")
+    if wanted.kind in "iu":
+        limits = np.iinfo(wanted)
+        if not (limits.min <= array.min() and array.max() <= limits.max):
+            raise _no_numbers(spec, f"has values beyond {limits.min} to {limits.max}")
+        return array.astype(wanted)
+    with np.errstate(over="ignore"):
+        cast = array.astype(wanted)
+    if wanted.kind != "b" and np.isfinite(array).all() and not np.isfinite(cast).all():
+        raise _no_numbers(spec, f"has values that {spec.dtype} does not hold")
+    return cast
+
+
+def _no_numbers(spec: TensorSpec, why: str) -> ModelInputError:
+    what = f"input '{spec.name}' {why:.200}; the model takes {spec}"
+    return ModelInputError(what, input=spec.name)
+
+
+def listed(specs: Iterable[TensorSpec]) -> str:
+    """Returns inputs or outputs in a line."""
+    return "; ".join(map(str, specs))
+
+
+def short(shape: Sequence[int]) -> str:
+    """Returns a shape in a few words, however long it is.
+
+    Example:
+      >>> short([2, 3]), short(range(99))
+      ('[2,3]', '[0,1,2,3,4,5,6,7,…] of 99 sizes')
+    """
+    text = ",".join(map(str, shape[:8]))
+    return f"[{text}]" if len(shape) <= 8 else f"[{text},…] of {len(shape)} sizes"
+
+
+def _nearest(name: str, specs: Sequence[TensorSpec]) -> str:
+    names = [spec.name for spec in specs]
+    near = difflib.get_close_matches(name[:80], names, 1)
+    return f"did you mean '{near[0]}'?" if near else f"it has {listed(specs)}"

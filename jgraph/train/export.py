@@ -1,0 +1,518 @@
+"""Export of trained models: versions that servers answer with, without user code."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeAlias, final, runtime_checkable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.core import meta, unfreeze
+
+from jgraph import _compat
+from jgraph.cluster.wait_message import show_wait
+from jgraph.errors import ArtifactError, CallbackError, NotExportableError
+from jgraph.errors.tracebacks import short_traceback
+from jgraph.plan.program.program import SegmentCode
+from jgraph.runtime.compiled.compile_cache import CompileCache
+from jgraph.serve.artifact import (
+    ModelManifest,
+    check_model_name,
+    digest_of,
+    write_version,
+)
+from jgraph.serve.exported_model import ExportedModel, LoadedFunction
+from jgraph.serve.labels import set_label
+from jgraph.serve.signature import (
+    DEFAULT,
+    Array,
+    Signature,
+    TensorSpec,
+    check_dtype,
+    short,
+)
+from jgraph.train.hash_tables.hash_table import linen_tables, nnx_tables
+from jgraph.train.model.losses import positional
+from jgraph.train.model.trees import Tree, named_state, path_of, string_keys
+from jgraph.train.run.run import Predictor
+
+_LOG = logging.getLogger("jgraph.export")
+_ROWS: Final = (1, 4, 64)
+"""In how many rows' company a row is tried."""
+Call: TypeAlias = Callable[[Tree, Any, Callable[..., Any] | None], Any]
+_CANNOT: Final = (
+    *(TypeError, ValueError, NotImplementedError, KeyError, AttributeError),
+    _compat.InconclusiveDimensionOperation,
+)
+
+
+@runtime_checkable
+class Trained(Protocol):
+    """What has a trained model: a Trainer, a Run."""
+
+    def predictor(self) -> Predictor:
+        """Returns the model as a function."""
+
+
+@short_traceback
+def export(
+    model: Any,
+    example: Any,
+    path: str | Path,
+    *,
+    fn: Callable[..., Any] | None = None,
+    params: Any = None,
+    version: int | None = None,
+    signatures: Mapping[str, Callable[..., Any]] | None = None,
+    batch: str | None = "b",
+    platforms: Sequence[str] | None = None,
+    label: str | None = None,
+    rtol: float = 1e-5,
+) -> ExportedModel:
+    """Writes a version of a model, for ``jg.serve`` and ``ExportedModel.predict``.
+
+    A version holds compiled-to-be code, arrays and an example: a server needs neither
+    your code nor Flax. Whether the answer of a row depends on the rows beside it is
+    tried; if it does, servers compute each request alone.
+
+    Args:
+      model: a Trainer, a Run, an ``nnx.Module``, ``(linen.Module, variables)``, or a
+        function.
+      example: a batch as the model takes it: an array, a dict, or a tuple of arguments.
+        Inputs are called by the keys, or by the names of the arguments, or ``x``.
+      path: directory of the model, ``models/ctr``.
+      fn: called in place of the model: ``fn(model, x)``, or ``fn(params, x)`` for
+        linen, as in ``Trainer.predict``. A dict that it returns names the outputs;
+        else there is ``y``, or ``y_0``, ``y_1``.
+      params: of a function: then called as ``function(params, x)``.
+      version: its number; one more than the newest if unset.
+      signatures: more functions like ``fn``, by name.
+      batch: None: only batches of the size of the example are taken, and none are
+        computed together.
+      platforms: what to compile for, e.g. ``("cpu", "cuda")``; this one if unset.
+      label: what the version is to be called; moved from another one.
+      rtol: how much, relatively, an answer may differ by the rows beside it.
+
+    Raises:
+      ArtifactError: a number that is taken, a random number in the function, an output
+        without a row for each example; or the directory cannot be written.
+      CallbackError: the function calls back into Python.
+      NotExportableError: JAX cannot export it.
+
+    Example:
+      >>> import tempfile
+      >>> import jgraph as jg
+      >>> x = np.ones((2, 3), np.float32)
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     f = lambda w, x: {"score": x @ w}
+      ...     jg.export(f, x, f"{directory}/m", params=np.ones(3, np.float32))
+      ExportedModel('m', version=1)
+    """
+    where = Path(path).expanduser().absolute()
+    check_model_name(where.name)
+    platform = jax.export.default_export_platform()
+    given = tuple(platforms or (platform,))
+    with show_wait(f"exporting {where.name}"):
+        source = _source(model, params)
+        named = _Example.of(example, batch=batch)
+        arrays = _named_arrays(source.values)
+        functions = {DEFAULT: fn, **(signatures or {})}
+        exported: dict[str, Signature] = {}
+        programs: dict[str, bytes] = {}
+        for name, function in functions.items():
+            signature, code = _exported(source, named, function, given, list(arrays))
+            if platform in given:
+                segment = SegmentCode(signature.program, code, given, name)
+                run = CompileCache().load(segment)
+                loaded = LoadedFunction(signature, run, list(arrays.values()))
+                independent = _tried(loaded, named, rtol, name)
+                signature = replace(signature, rows_independent=independent, rtol=rtol)
+            exported[name] = signature
+            programs[signature.program] = code
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        manifest = ModelManifest(exported, {}, given, {"time": now})
+        row = named.values if batch is None else named.rows(0, 1)
+        number = write_version(
+            where, manifest, arrays, programs, dict.fromkeys(exported, row), version
+        )
+    if label is not None:
+        set_label(where, label, number)
+    return ExportedModel(where / str(number)).verify()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A model as a function of values and inputs.
+
+    Attributes:
+      call: ``call(values, inputs, fn)``; ``inputs`` is a dict, an array, or a tuple.
+      values: its arrays.
+      names: names of the arguments that are inputs, for a tuple of them.
+    """
+
+    call: Call
+    values: Tree
+    names: Callable[[Callable[..., Any] | None], Sequence[str]]
+
+
+def _source(model: Any, params: Any) -> _Source:
+    if params is not None and not _is_function(model):
+        raise ArtifactError("params= belongs to a function; this model has its own")
+    if isinstance(model, Trained):
+        return _of_trained(model.predictor())
+    if isinstance(model, nnx.Module):
+        return _of_nnx(model)
+    if isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], nn.Module):
+        return _of_linen(model[0], model[1])
+    if _is_function(model):
+        return _of_function(model, params)
+    hint = "; give (module, variables)" if isinstance(model, nn.Module) else ""
+    raise ArtifactError(
+        f"cannot export a {type(model).__name__}{hint}: give a Trainer, a Run, an "
+        "nnx.Module, (linen.Module, variables), or a function"
+    )
+
+
+def _is_function(model: Any) -> bool:
+    is_model = isinstance(model, nnx.Module | nn.Module | Trained)
+    return callable(model) and not is_model
+
+
+def _of_trained(trained: Predictor) -> _Source:
+    _check_no_tables(trained.tables)
+
+    def call(values: Tree, x: Any, fn: Callable[..., Any] | None) -> Any:
+        if isinstance(x, tuple):
+            spread: Callable[..., Any] = lambda first, inputs: (
+                first(*inputs) if fn is None else fn(first, *inputs)
+            )
+            return trained.predict(values["params"], values["state"], x, spread)
+        return trained.predict(values["params"], values["state"], x, fn)
+
+    values = {"params": trained.params, "state": trained.state}
+    return _Source(call, values, _names_after_first)
+
+
+def _of_nnx(model: nnx.Module) -> _Source:
+    _check_no_tables([str(table) for table in nnx_tables(model)])
+    parts: Any = nnx.split(model, nnx.RngState, ...)
+    graph, rngs, state = parts
+    values, back = named_state(state)
+
+    def call(values: Tree, x: Any, fn: Callable[..., Any] | None) -> Any:
+        copy = nnx.merge(graph, rngs, back(values["params"]))
+        copy.eval()
+        inputs = x if isinstance(x, tuple) else (x,)
+        return copy(*inputs) if fn is None else fn(copy, *inputs)
+
+    names = lambda fn: positional(model.__call__) if fn is None else positional(fn)[1:]
+    return _Source(call, {"params": values}, names)
+
+
+def _of_linen(module: nn.Module, variables: Any) -> _Source:
+    _check_no_tables([str(table) for table in linen_tables(variables)])
+    values = string_keys(unfreeze(meta.unbox(variables)))
+
+    def call(values: Tree, x: Any, fn: Callable[..., Any] | None) -> Any:
+        inputs = x if isinstance(x, tuple) else (x,)
+        if fn is not None:
+            return fn(values, *inputs)
+        return module.apply(values, *inputs)
+
+    names = lambda fn: positional(module.__call__) if fn is None else positional(fn)[1:]
+    return _Source(call, values, names)
+
+
+def _of_function(function: Callable[..., Any], params: Any) -> _Source:
+    first = 0 if params is None else 1
+    values = {} if params is None else {"params": params}
+
+    def call(values: Tree, x: Any, fn: Callable[..., Any] | None) -> Any:
+        inputs = x if isinstance(x, tuple) else (x,)
+        before = () if params is None else (values["params"],)
+        return (fn or function)(*before, *inputs)
+
+    return _Source(call, values, lambda fn: positional(fn or function)[first:])
+
+
+def _names_after_first(fn: Callable[..., Any] | None) -> Sequence[str]:
+    if fn is None:
+        raise ArtifactError(
+            "an example of several arguments needs fn=, which names them: "
+            "fn=lambda model, user, item: model(user, item)"
+        )
+    return positional(fn)[1:]
+
+
+def _check_no_tables(tables: Sequence[str]) -> None:
+    if tables:
+        raise ArtifactError(
+            f"the model has the hash table {tables[0]:.80}, whose rows are found by "
+            "keys on parameter servers; such a model cannot be exported: export a "
+            "function of dense parameters"
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Example:
+    """A batch by names of inputs.
+
+    Attributes:
+      values: the arrays; without names yet, if it was a tuple.
+      batch: name of the size of axis 0; None: it is fixed.
+      kind: ``dict``, ``tuple`` or ``array``.
+    """
+
+    values: dict[str, Array]
+    batch: str | None
+    kind: str
+
+    @classmethod
+    def of(cls, example: Any, batch: str | None) -> "_Example":
+        kind, named = "array", {"x": example}
+        if isinstance(example, Mapping):
+            kind, named = "dict", dict(example)
+        elif isinstance(example, tuple | list):
+            kind, named = "tuple", {str(n): one for n, one in enumerate(example)}
+        if not named or not all(isinstance(name, str) for name in named):
+            raise ArtifactError("the example has no inputs with names; give a batch")
+        values = {name: _as_array(name, one) for name, one in named.items()}
+        if batch is not None:
+            sizes = {name: one.shape[:1] for name, one in values.items()}
+            if len(set(sizes.values())) > 1 or () in sizes.values():
+                told = ", ".join(f"{n}: {values[n].shape}" for n in sizes)
+                raise ArtifactError(
+                    f"the inputs of the example have different numbers of rows ({told})"
+                    "; give examples along axis 0, equally many, or batch=None"
+                )
+            if (0,) in sizes.values():
+                raise ArtifactError("the example has no rows; give one at least")
+        return cls(values, batch, kind)
+
+    def called(self, names: Sequence[str]) -> "_Example":
+        """Returns it with names for the arguments of a tuple."""
+        if self.kind != "tuple":
+            return self
+        if len(names) < len(self.values):
+            raise ArtifactError(
+                f"the example has {len(self.values)} arguments and the function takes "
+                f"{len(names)}"
+            )
+        return replace(
+            self, values=dict(zip(names, self.values.values(), strict=False))
+        )
+
+    def rows(self, first: int, count: int) -> dict[str, Array]:
+        """Returns so many rows, from the beginning again where they end."""
+        places = np.arange(first, first + count)
+        return {name: one[places % len(one)] for name, one in self.values.items()}
+
+    def passed(self, inputs: Sequence[Any]) -> Any:
+        """Returns inputs in the form that the model takes."""
+        if self.kind == "dict":
+            return dict(zip(self.values, inputs, strict=True))
+        return tuple(inputs) if self.kind == "tuple" else inputs[0]
+
+
+def _as_array(name: str, value: Any) -> Array:
+    try:
+        array = np.asarray(jnp.asarray(value))
+    except (TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"'{name}' of the example is no array of numbers ({error!s:.100})"
+        ) from error
+    check_dtype(f"input {name}", array.dtype.name)
+    return array
+
+
+def _named_arrays(values: Tree) -> dict[str, Array]:
+    flat = jax.tree_util.tree_flatten_with_path(values)[0]
+    return {"/".join(path_of(keys)) or "params": np.asarray(v) for keys, v in flat}
+
+
+def _exported(
+    source: _Source,
+    example: _Example,
+    fn: Callable[..., Any] | None,
+    platforms: tuple[str, ...],
+    arguments: list[str],
+) -> tuple[Signature, bytes]:
+    """Returns the signature of a function, and its code."""
+    named = example.called(source.names(fn) if example.kind == "tuple" else ())
+    tree = jax.tree.structure(source.values)
+    names: list[str] = []
+
+    def flat(*args: Any) -> list[Any]:
+        values = jax.tree.unflatten(tree, args[: len(arguments)])
+        inputs = named.passed(args[len(arguments) :])
+        outputs = _outputs(source.call(values, inputs, fn))
+        names[:] = outputs
+        return list(outputs.values())
+
+    types = [
+        jax.ShapeDtypeStruct(np.shape(v), jnp.result_type(v))
+        for v in jax.tree.leaves(source.values)
+    ]
+    scope = jax.export.SymbolicScope(["b >= 1"])
+    specs = []
+    for name, value in named.values.items():
+        shape: Any = value.shape
+        if named.batch is not None:
+            text = ",".join(["b", *map(str, value.shape[1:])])
+            shape = jax.export.symbolic_shape(text, scope=scope)
+        types.append(jax.ShapeDtypeStruct(shape, value.dtype))
+        sizes = tuple(None if _compat.is_symbolic(n) else int(n) for n in shape)
+        specs.append(TensorSpec(name, value.dtype.name, sizes))
+    code, avals = _lowered(flat, types, platforms, named.batch)
+    outputs = [
+        _output(name, aval, named.batch)
+        for name, aval in zip(names, avals, strict=True)
+    ]
+    signature = Signature(
+        digest_of(code),
+        tuple(specs),
+        tuple(outputs),
+        tuple(arguments),
+        is_batched=named.batch is not None,
+    )
+    return signature, code
+
+
+def _outputs(result: Any) -> dict[str, Any]:
+    if isinstance(result, Mapping):
+        found = {str(name): value for name, value in result.items()}
+    elif isinstance(result, tuple | list):
+        found = {f"y_{n}": value for n, value in enumerate(result)}
+    else:
+        found = {"y": result}
+    try:
+        return {name: jnp.asarray(value) for name, value in found.items()}
+    except (TypeError, ValueError) as error:
+        raise ArtifactError(
+            "the function returns what is no array; return an array, a tuple of "
+            "arrays, or a dict of them"
+        ) from error
+
+
+def _output(name: str, aval: Any, batch: str | None) -> TensorSpec:
+    check_dtype(f"output {name}", aval.dtype.name)
+    sizes = [str(size) for size in aval.shape]
+    if batch is not None and (sizes[:1] != ["b"] or "b" in "".join(sizes[1:])):
+        raise ArtifactError(
+            f"output '{name}' has the shape ({', '.join(sizes)}) for b examples; "
+            "return a row for each example along axis 0, or export with batch=None"
+        )
+    shape = tuple(None if s == "b" else int(s) for s in sizes)
+    return TensorSpec(name, aval.dtype.name, shape)
+
+
+def _lowered(
+    flat: Callable[..., Any],
+    types: Sequence[Any],
+    platforms: tuple[str, ...],
+    batch: str | None,
+) -> tuple[bytes, Sequence[Any]]:
+    try:
+        jaxpr, _, _ = _compat.make_jaxpr(flat, *types)
+        for equation, line in _equations(jaxpr):
+            _check_equation(equation, line)
+
+        def model(*args: Any) -> Any:  # its name is in the code, and so in the digest
+            return flat(*args)
+
+        jitted = jax.jit(model, keep_unused=True)
+        with _compat.no_locations():
+            made = jax.export.export(jitted, platforms=platforms)(*types)
+            return bytes(made.serialize()), made.out_avals
+    except _CANNOT as error:
+        if isinstance(error, ArtifactError | CallbackError):
+            raise
+        first = str(error).strip().partition("\n")[0]
+        hint = "" if batch is None else ", or give batch=None for batches of one size"
+        raise NotExportableError(
+            f"JAX cannot export the model: {type(error).__name__}: {first:.300}; write "
+            f"that line with operations of jax.numpy{hint}"
+        ) from error
+
+
+def _equations(jaxpr: Any, outer: str = "") -> Iterator[tuple[Any, str]]:
+    """Yields each equation, and the line of the user's code that made it."""
+    for equation in jaxpr.eqns:
+        line = _compat.user_line(equation)
+        line = outer if outer and line == _compat.UNKNOWN_LINE else line
+        yield equation, line
+        for _, inner in _compat.inner_jaxprs(equation):
+            yield from _equations(_compat.open_jaxpr(inner), line)
+
+
+def _check_equation(equation: Any, line: str) -> None:
+    name = equation.primitive.name
+    if "callback" in name or "callback" in equation.params or name == "debug_print":
+        raise CallbackError(
+            f"the model calls back into Python at {line}, and a server has none of "
+            "your Python; remove the call, or return the value as an output"
+        )
+    if name in ("random_bits", "threefry2x32", "rng_bit_generator"):
+        raise ArtifactError(
+            f"the model draws random numbers at {line}, so an answer would be the same "
+            "draw each time; take dropout away with deterministic=True, or give the "
+            "random numbers as an input"
+        )
+
+
+def _tried(function: LoadedFunction, example: _Example, rtol: float, name: str) -> bool:
+    """Whether rows have the same answers among others; says so if not."""
+    if example.batch is None:
+        function(list(example.values.values()))
+        return False
+    rng = np.random.default_rng(0)
+    tried = example.rows(0, 3)
+    alone = [
+        function([one[row : row + 1] for one in tried.values()]) for row in range(3)
+    ]
+    for count in _ROWS[1:]:
+        among = [_among(one, count, rng) for one in tried.values()]
+        for row in range(3):
+            place = int(rng.integers(count))
+            for array, one in zip(among, tried.values(), strict=True):
+                array[place] = one[row]
+            for spec, got, wanted in zip(
+                function.signature.outputs, function(among), alone[row], strict=True
+            ):
+                if not _is_close(got[place], wanted[0], rtol):
+                    _LOG.warning(
+                        "%s: '%s' of a row depends on the rows beside it (%s alone, %s "
+                        "among %d), so servers will compute each request alone.",
+                        name,
+                        spec.name,
+                        short(np.ravel(wanted[0]).tolist()),
+                        short(np.ravel(got[place]).tolist()),
+                        count,
+                    )
+                    return False
+    return True
+
+
+def _among(values: Array, count: int, rng: np.random.Generator) -> Array:
+    """Returns rows to try others among: copies, zeros, and noise where it is allowed.
+
+    Whole numbers may be ids, of which only those of the example are known to be good.
+    """
+    rows = values[rng.integers(len(values), size=count)].copy()
+    if np.issubdtype(values.dtype, np.floating):
+        rows[::3] = 0
+        rows[1::3] += rng.standard_normal(rows[1::3].shape).astype(values.dtype)
+    return rows
+
+
+def _is_close(got: Array, wanted: Array, rtol: float) -> bool:
+    got64, wanted64 = (np.asarray(one, np.float64) for one in (got, wanted))
+    scale = float(np.max(np.abs(wanted64), initial=0.0, where=np.isfinite(wanted64)))
+    return np.allclose(got64, wanted64, rtol=rtol, atol=rtol * scale, equal_nan=True)

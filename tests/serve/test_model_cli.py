@@ -1,0 +1,72 @@
+"""``jgraph model`` and ``jgraph export`` do to a directory what they say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from jgraph.cli import app
+from jgraph.cli.show import object_at
+from tests.support.exported import half_plus_three
+
+TRAIN = """
+import jax.numpy as jnp, numpy as np, optax, jgraph as jg
+from flax import nnx
+X = np.ones((4, 3), np.float32)
+def loss(model, batch):
+    return jnp.mean(model(batch["x"]) ** 2)
+def trainer():
+    return jg.Trainer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), loss, optax.sgd(0.1))
+def double(model, x):
+    return {"double": model(x) * 2}
+"""
+
+
+def typed(*arguments: object, code: int = 0) -> Any:
+    done = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    assert done.exit_code == code, done.output + repr(done.exception)
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    for _ in range(3):
+        half_plus_three(path)
+    return path
+
+
+def test_versions_are_listed_shown_labelled_and_pruned(models: Path) -> None:
+    model = models / "half_plus_three"
+    assert [row["version"] for row in typed("model", "ls", models)] == [1, 2, 3]
+    assert typed("model", "label", model, "stable", 1)["labels"] == {"stable": 1}
+    assert typed("model", "ls", model)[0]["labels"] == ["stable"]
+    assert "serving_default" in typed("model", "show", model)["signatures"]
+    wanted = {"deleted": [2], "dry_run": True}
+    assert typed("model", "prune", model, "--keep", 1, "--dry-run") == wanted
+    assert typed("model", "prune", model, "--keep", 1)["deleted"] == [2]
+    assert [row["version"] for row in typed("model", "ls", model)] == [1, 3]
+
+
+def test_verify_names_what_is_damaged_and_exits_with_one(tmp_path: Path) -> None:
+    version = half_plus_three(tmp_path).path
+    assert typed("model", "verify", version)[0]["problem"] == ""
+    (version / "example.npz").write_bytes(b"")
+    (row,) = typed("model", "verify", version.parent, code=1)
+    assert "example.npz" in row["problem"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_exported_by_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "train_it.py"
+    file.write_text(TRAIN)
+    object_at(f"{file}:trainer")[1]().save(tmp_path / "saved")
+    facts = typed(
+        *("export", tmp_path / "saved", f"{file}:trainer", "--example", "X"),
+        *("--fn", "double", "-o", tmp_path / "m", "--label", "stable"),
+    )
+    assert facts["version"] == 1
+    (row,) = typed("model", "ls", tmp_path / "m")
+    assert row["labels"] == ["stable"]

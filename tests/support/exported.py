@@ -1,0 +1,34 @@
+"""Small exported models for tests."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jgraph as jg
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def half_plus_three(models: Path, **options: Any) -> jg.ExportedModel:
+    """The model of TensorFlow Serving's documentation."""
+    x = np.zeros(1, np.float32)
+    return jg.export(lambda x: x / 2 + 3, x, models / "half_plus_three", **options)
+
+
+def ask(models: Path) -> list[float]:
+    """What it answers in this process."""
+    model = jg.ExportedModel(models / "half_plus_three")
+    answer: list[float] = model.predict([1, 2, 5])["y"].tolist()
+    return answer
+
+
+def newest_python() -> str:
+    """The Python with the other JAX, of ``make second-python``; else skips."""
+    given = os.environ.get("JGRAPH_SECOND_PYTHON")
+    python = Path(given) if given else ROOT / ".venv-newest" / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"no second Python at {python.relative_to(ROOT)}")
+    return str(python)
