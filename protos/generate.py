@@ -1,4 +1,4 @@
-"""Writes the Python code of ``jgraph.proto``: ``python protos/generate.py``.
+"""Writes the Python code of the protocols: ``python protos/generate.py``.
 
 The result is committed and never edited by hand; a test compares it. Needs
 grpcio-tools and mypy-protobuf of the versions in pyproject.toml: newer ones write code
@@ -10,13 +10,18 @@ import sys
 from pathlib import Path
 
 PROTOS = Path(__file__).resolve().parent
-TARGET = PROTOS.parent / "jgraph" / "rpc" / "_pb"
+TARGETS = {
+    "jgraph": PROTOS.parent / "jgraph" / "rpc" / "_pb",
+    "inference": PROTOS.parent / "jgraph" / "serve" / "_pb",
+}
+"""Where the code of each protocol is."""
 
 
-def generate(target: Path) -> None:
-    """Writes ``jgraph_pb2.py`` and its type stub into ``target``.
+def generate(protocol: str, target: Path) -> None:
+    """Writes the code of a protocol and its type stub into ``target``.
 
     Args:
+      protocol: name of its file.
       target: an existing directory.
 
     Raises:
@@ -31,7 +36,7 @@ def generate(target: Path) -> None:
         f"--plugin=protoc-gen-mypy={plugin}",
         f"--python_out={target}",
         f"--mypy_out=quiet:{target}",
-        "jgraph.proto",
+        f"{protocol}.proto",
     ]
     code = protoc.main(arguments)
     if code:
@@ -40,5 +45,7 @@ def generate(target: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--into", type=Path, default=TARGET, help="directory")
-    generate(parser.parse_args().into)
+    parser.add_argument("--into", type=Path, help="directory for all of it")
+    into = parser.parse_args().into
+    for protocol, target in TARGETS.items():
+        generate(protocol, into or target)

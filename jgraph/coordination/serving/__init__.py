@@ -1,0 +1,1 @@
+"""Serving: which version of a model answers, and which requests run together."""
