@@ -46,8 +46,9 @@ if TYPE_CHECKING:
         variable_axis_size_partitioner,
     )
     from jgraph.rpc.security.tls import TLS
-    from jgraph.serve.exported_model import ExportedModel
     from jgraph.server.server import Server
+    from jgraph.serving.exported_model import ExportedModel
+    from jgraph.serving.model_server import ModelServer, serve
     from jgraph.train.checkpoint.checkpoints import Checkpoints
     from jgraph.train.data.source import Source
     from jgraph.train.export import export
@@ -77,7 +78,7 @@ _HOMES = {
     "CostModel": "jgraph.plan.auto.cost_model",
     "DeviceSpec": "jgraph.graph.device",
     "EarlyStopping": "jgraph.train.run.callbacks",
-    "ExportedModel": "jgraph.serve.exported_model",
+    "ExportedModel": "jgraph.serving.exported_model",
     "Graph": "jgraph.graph.graph",
     "GreedyLoadBalancing": "jgraph.plan.placement.spread",
     "HashTable": "jgraph.train.hash_tables.hash_table",
@@ -85,6 +86,7 @@ _HOMES = {
     "JGError": "jgraph.errors",
     "Local": "jgraph.train.strategies.local",
     "LocalCluster": "jgraph.launch.local.cluster",
+    "ModelServer": "jgraph.serving.model_server",
     "NanGuard": "jgraph.train.run.callbacks",
     "Pipeline": "jgraph.train.pipeline.pipeline",
     "RayCluster": "jgraph.launch.ray_cluster",
@@ -111,6 +113,7 @@ _HOMES = {
     "function": "jgraph.graph.tracing.function",
     "mesh": "jgraph.graph.mesh",
     "min_max_variable_partitioner": "jgraph.plan.sharding.partitioner",
+    "serve": "jgraph.serving.model_server",
     "split_keys": "jgraph.graph.rows.hash_keys",
     "tap": "jgraph.graph.tracing.taps",
     "towers": "jgraph.train.pipeline.towers",
@@ -135,6 +138,7 @@ __all__ = [
     "JGError",
     "Local",
     "LocalCluster",
+    "ModelServer",
     "NanGuard",
     "Pipeline",
     "RayCluster",
@@ -161,6 +165,7 @@ __all__ = [
     "function",
     "mesh",
     "min_max_variable_partitioner",
+    "serve",
     "split_keys",
     "tap",
     "towers",

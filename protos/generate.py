@@ -12,7 +12,7 @@ from pathlib import Path
 PROTOS = Path(__file__).resolve().parent
 TARGETS = {
     "jgraph": PROTOS.parent / "jgraph" / "rpc" / "_pb",
-    "inference": PROTOS.parent / "jgraph" / "serve" / "_pb",
+    "inference": PROTOS.parent / "jgraph" / "serving" / "_pb",
 }
 """Where the code of each protocol is."""
 

@@ -55,6 +55,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     variable = jg.Variable(EVIL, jnp.ones(2))
     models = tmp_path_factory.mktemp("models")
     exported = jg.export(lambda x: {EVIL: x}, X, models / "evil")
+    models_server = jg.serve(models)
 
     def step(x: Any) -> Any:
         variable[...] = variable[...] * x
@@ -100,6 +101,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         "Source": jg.Source.npz(EVIL),
         "SyncPS": jg.SyncPS(),
         "ExportedModel": exported,
+        "ModelServer": models_server,
+        "serve": models_server,
         "export": exported,
         "TLS": jg.TLS(Path(EVIL), Path("key"), Path("ca")),
         "Trainer": trainer,
@@ -149,6 +152,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     }
     cluster.close()
     server.stop()
+    models_server.stop()
 
 
 NO_OBJECTS = {

@@ -33,7 +33,7 @@ from jgraph.errors import (
 )
 from jgraph.examples.cli import app as examples
 from jgraph.loading import end_uncollected
-from jgraph.serve.cli import app as models
+from jgraph.serving.cli import app as models
 from jgraph.train.checkpoint.cli import app as ckpt
 
 __all__ = [
@@ -60,7 +60,7 @@ for command in (
     *(looking.version, clusters.doctor, hosts.server, hosts.certs),
     *(clusters.up, clusters.down, clusters.status, clusters.top, dashboard.dashboard),
     *(runs.runs, runs.events, tasks.logs, tasks.drain, looking.show, looking.demo),
-    serving.export,
+    *(serving.export, serving.serve),
 ):
     app.command()(command)
 app.add_typer(hosts.tokens, name="token")

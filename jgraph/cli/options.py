@@ -94,7 +94,6 @@ INSTEAD: Final[Mapping[str, str]] = {
     "id, and a jg.LocalCluster has cluster.kill(TASK)",
     "predict": "predictions are made in Python: trainer.predict(x), or "
     "jg.ExportedModel(path).predict(x)",
-    "serve": "jgraph trains, and serves no models: run.model() is your Flax model",
     "serve-task": "`jgraph server` is what runs on a host",
     "stack": "`jgraph status --explain` says what steps under way wait for",
     "start": "`jgraph up` starts a cluster here, or on --hosts; `jgraph server` one "

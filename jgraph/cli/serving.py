@@ -1,5 +1,8 @@
-"""``jgraph export``: makes a version of a model from a checkpoint."""
+"""``jgraph export`` and ``jgraph serve``: versions of models, and their servers."""
 
+import json
+import signal
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -51,3 +54,82 @@ def export(
     model = write(trainer, batch, output, fn=function, label=label)
     facts = {"path": str(model.path), "version": model.version, "nbytes": model.nbytes}
     say(facts, f"{model.path}: {model.nbytes:,} bytes", as_json=as_json)
+
+
+def serve(
+    models: Annotated[
+        Path, typer.Argument(help="A directory of models, or one model.")
+    ],
+    http_port: Annotated[
+        int, typer.Option(help="Port for REST; 0: any that is free; -1: none.")
+    ] = 8000,
+    grpc_port: Annotated[
+        int, typer.Option(help="Port for gRPC; 0: any that is free; -1: none.")
+    ] = 8001,
+    bind: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    watch_s: Annotated[
+        float, typer.Option(min=0.05, help="How often to look for new versions.")
+    ] = 2.0,
+    allow_control: Annotated[
+        bool, typer.Option("--allow-control", help="Callers may load and unload.")
+    ] = False,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="What callers show. If unset: ~/.jgraph/serve_token."),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="Certificate of the server, PEM.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None,
+    insecure_i_accept: Annotated[
+        bool,
+        typer.Option(
+            "--insecure-i-accept",
+            help="Listen beyond this machine in plain text, in a network of your own.",
+        ),
+    ] = False,
+    max_message: Annotated[int, typer.Option(min=1024, help="Bytes of a request.")] = 64
+    << 20,
+    drain_s: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="After SIGTERM: seconds to go on while saying 'not ready'."
+        ),
+    ] = 5.0,
+    as_json: Json = False,
+) -> None:
+    """Serve exported models over REST and gRPC; new versions are taken as they come."""
+    from jgraph.errors import ConfigError
+    from jgraph.serving.model_server import ModelServer
+
+    if (tls_cert is None) != (tls_key is None):
+        raise ConfigError("give --tls-cert and --tls-key, both or none")
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    server = ModelServer(
+        models,
+        http_port=None if http_port < 0 else http_port,
+        grpc_port=None if grpc_port < 0 else grpc_port,
+        bind=bind,
+        token_file=token_file,
+        tls=(tls_cert, tls_key) if tls_cert and tls_key else None,
+        insecure_i_accept=insecure_i_accept,
+        watch_s=watch_s,
+        allow_control=allow_control,
+        max_message=max_message,
+    )
+    facts = {
+        "http": server.url,
+        "grpc": server.grpc_target,
+        "token_file": str(server.token.path),
+        "models": server.status(),
+    }
+    lines = [f"REST {server.url}   gRPC {server.grpc_target}"]
+    ready = {row["name"] for row in server.status() if row["state"] == "READY"}
+    lines += [server.curl(name) for name in sorted(ready) if server.url]
+    # At once, also where the output is a file.
+    print(json.dumps(facts) if as_json else "\n".join(lines), flush=True)  # noqa: T201
+    while not ended.wait(1.0):
+        pass
+    server.stop(drain_s)

@@ -20,15 +20,15 @@ from jgraph.errors import ArtifactError, CallbackError, NotExportableError
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.plan.program.program import SegmentCode
 from jgraph.runtime.compiled.compile_cache import CompileCache
-from jgraph.serve.artifact import (
+from jgraph.serving.artifact import (
     ModelManifest,
     check_model_name,
     digest_of,
     write_version,
 )
-from jgraph.serve.exported_model import ExportedModel, LoadedFunction
-from jgraph.serve.labels import set_label
-from jgraph.serve.signature import (
+from jgraph.serving.exported_model import ExportedModel, LoadedFunction
+from jgraph.serving.labels import set_label
+from jgraph.serving.signature import (
     DEFAULT,
     Array,
     Signature,

@@ -14,7 +14,10 @@ def test_generating_again_changes_nothing(tmp_path: Path) -> None:
     script = ROOT / "protos" / "generate.py"
     subprocess.run([sys.executable, script, "--into", tmp_path], check=True, timeout=60)
     made = sorted(tmp_path.iterdir())
-    homes = {"inference": ROOT / "jgraph/serve/_pb", "jgraph": ROOT / "jgraph/rpc/_pb"}
+    homes = {
+        "inference": ROOT / "jgraph/serving/_pb",
+        "jgraph": ROOT / "jgraph/rpc/_pb",
+    }
     wanted = [f"{one}_pb2{end}" for one in homes for end in (".py", ".pyi")]
     assert [path.name for path in made] == wanted
     for path in made:

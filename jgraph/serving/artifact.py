@@ -43,7 +43,7 @@ from jgraph.runtime.files.shard_files import (
     read_slice,
     write_slice,
 )
-from jgraph.serve.signature import DATATYPES, MAX_RANK, Array, Signature, TensorSpec
+from jgraph.serving.signature import DATATYPES, MAX_RANK, Array, Signature, TensorSpec
 
 FILE: Final = "jgraph_model.json"
 FORMAT: Final = 1
@@ -397,7 +397,7 @@ def read_file(directory: Path, name: str, limit: int) -> bytes:
             raise ValueError("it is no regular file")
         if found.st_size > limit:
             raise ValueError(f"it has more than {limit:,} bytes")
-        return file.read(limit)
+        return file.read(found.st_size)
 
 
 @contextmanager

@@ -34,8 +34,8 @@ def ls(
 @app.command()
 def show(path: Model, as_json: Json = False) -> None:
     """Show the signatures of the newest version, or of the one that is named."""
-    from jgraph.serve.exported_model import ExportedModel
-    from jgraph.serve.signature import listed
+    from jgraph.serving.exported_model import ExportedModel
+    from jgraph.serving.signature import listed
 
     model = ExportedModel(path)
     lines = [_line(_facts(model.path))]
@@ -50,7 +50,7 @@ def show(path: Model, as_json: Json = False) -> None:
 @app.command()
 def verify(path: Model, as_json: Json = False) -> None:
     """Read every byte of a version, or of all; exit 1 if one is damaged."""
-    from jgraph.serve.exported_model import ExportedModel
+    from jgraph.serving.exported_model import ExportedModel
 
     found = [path] if path.name.isdecimal() else _versions(path)
     if not found:
@@ -80,7 +80,7 @@ def label(
     as_json: Json = False,
 ) -> None:
     """Call a version by a name; servers see it within seconds."""
-    from jgraph.serve.labels import set_label
+    from jgraph.serving.labels import set_label
 
     labels = set_label(path, name, version)
     text = ", ".join(f"{n} = {v}" for n, v in labels.targets.items()) or "no labels"
@@ -99,8 +99,8 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """Delete all but the newest versions, and those that have a label."""
-    from jgraph.serve.artifact import versions_in
-    from jgraph.serve.labels import read_labels
+    from jgraph.serving.artifact import versions_in
+    from jgraph.serving.labels import read_labels
 
     labelled = set(read_labels(path).targets.values())
     old = [v for v in versions_in(path)[:-keep] if v not in labelled]
@@ -114,7 +114,7 @@ def prune(
 
 
 def _models(path: Path) -> list[Path]:
-    from jgraph.serve.artifact import MODEL_NAME
+    from jgraph.serving.artifact import MODEL_NAME
 
     if _versions(path):
         return [path]
@@ -126,15 +126,15 @@ def _models(path: Path) -> list[Path]:
 
 
 def _versions(model: Path) -> list[Path]:
-    from jgraph.serve.artifact import versions_in
+    from jgraph.serving.artifact import versions_in
 
     return [model / str(version) for version in versions_in(model)]
 
 
 def _facts(path: Path) -> dict[str, Any]:
     """Returns what is known of a version; ``problem`` says what is wrong with it."""
-    from jgraph.serve.artifact import read_manifest
-    from jgraph.serve.labels import read_labels
+    from jgraph.serving.artifact import read_manifest
+    from jgraph.serving.labels import read_labels
 
     path = path.absolute()
     try:

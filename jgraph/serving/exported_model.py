@@ -12,7 +12,7 @@ from jgraph._compat import wide_types
 from jgraph.errors import ArtifactError, ModelNotFoundError
 from jgraph.plan.program.program import SegmentCode
 from jgraph.runtime.compiled.compile_cache import CompileCache, Executable
-from jgraph.serve.artifact import (
+from jgraph.serving.artifact import (
     ModelManifest,
     damaged,
     digest_of,
@@ -22,7 +22,7 @@ from jgraph.serve.artifact import (
     read_program,
     versions_in,
 )
-from jgraph.serve.signature import (
+from jgraph.serving.signature import (
     DEFAULT,
     Array,
     Signature,

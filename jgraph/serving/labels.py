@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from jgraph.errors import ArtifactError
-from jgraph.serve.artifact import MAX_VERSION, read_file, versions_in
+from jgraph.serving.artifact import MAX_VERSION, read_file, versions_in
 
 FILE: Final = "labels.json"
 MAX_BYTES: Final = 1 << 20

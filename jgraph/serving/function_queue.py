@@ -1,0 +1,280 @@
+"""Requests of one function on their way: put together, run, taken apart.
+
+The shell of ``coordination.serving.batching``. What is known to be short runs on the
+event loop, since a thread costs more; what is long runs in a thread.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, final
+
+import numpy as np
+
+from jgraph.clock import Clock, WallClock
+from jgraph.coordination.serving.batching import (
+    FULL,
+    LARGE,
+    Batching,
+    Came,
+    Event,
+    Execute,
+    Freed,
+    Left,
+    Limits,
+    Piece,
+    Refuse,
+    Tick,
+    WakeAt,
+)
+from jgraph.errors import (
+    DeadlineError,
+    JGError,
+    MessageTooLargeError,
+    OverloadedError,
+)
+from jgraph.serving.exported_model import LoadedFunction
+from jgraph.serving.signature import Array
+from jgraph.serving.statistics import Statistics
+
+SHORT_S: Final = 0.002
+"""What takes less runs on the event loop."""
+
+
+@final
+@dataclass(slots=True)
+class _Asked:
+    """A request under way.
+
+    Attributes:
+      inputs: in the order of the function.
+      rows: how many.
+      came: when.
+      answer: becomes its outputs.
+      parts: outputs of its pieces so far, by the first row.
+      waited_s: until its first piece ran; None: it waits.
+    """
+
+    inputs: list[Array]
+    rows: int
+    came: float
+    answer: "asyncio.Future[list[Array]]"
+    parts: dict[int, list[Array]] = field(default_factory=dict)
+    waited_s: float | None = None
+
+
+@final
+class FunctionQueue:
+    """Answers requests to one function of a loaded version.
+
+    Args:
+      function: what to run.
+      limits: what it takes at a time.
+      statistics: where to count.
+      clock: for deadlines.
+      threads: where long executions run.
+    """
+
+    def __init__(
+        self,
+        function: LoadedFunction,
+        limits: Limits,
+        statistics: Statistics,
+        clock: Clock,
+        threads: Executor,
+    ) -> None:
+        self._function = function
+        self._limits = limits
+        self._statistics = statistics
+        self._clock = clock
+        self._threads = threads
+        self._wall = WallClock()
+        self._machine = Batching(limits)
+        self._numbers = itertools.count()
+        self._asked: dict[int, _Asked] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._took_s: dict[int, float] = {}
+        """By number of rows, how long the last execution was."""
+
+    @property
+    def queued_rows(self) -> int:
+        """Rows that wait."""
+        return self._machine.queued_rows
+
+    def warm(self, example: Sequence[Array]) -> None:
+        """Runs the function for each number of rows that executions will have."""
+        sizes = self._limits.buckets if self._limits.merges else (1,)
+        for rows in sizes:
+            inputs = list(example)
+            if self._function.signature.is_batched:
+                inputs = [np.repeat(one[:1], rows, axis=0) for one in example]
+            self._function(inputs)
+            begun = self._clock.now()
+            self._function(inputs)
+            self._took_s[rows] = self._clock.now() - begun
+
+    async def answer(
+        self, inputs: list[Array], rows: int, deadline: float
+    ) -> list[Array]:
+        """Returns the outputs for a request.
+
+        Raises:
+          OverloadedError: too much waits already.
+          MessageTooLargeError: it has more rows than may wait.
+          DeadlineError: its deadline passed first.
+        """
+        if rows == 0:
+            return [spec.empty() for spec in self._function.signature.outputs]
+        number, now = next(self._numbers), self._clock.now()
+        future = asyncio.get_running_loop().create_future()
+        self._asked[number] = asked = _Asked(inputs, rows, now, future)
+        self._tell(Came(number, rows, deadline, now))
+        try:
+            outputs = await asked.answer
+        except asyncio.CancelledError:
+            self._tell(Left(number, self._clock.now()))
+            raise
+        except Exception as error:
+            code = getattr(error, "code", JGError.code)
+            self._statistics.failed(code, self._clock.now() - now)
+            raise
+        finally:
+            del self._asked[number]
+        self._statistics.success.add(self._clock.now() - now)
+        self._statistics.rows += rows
+        self._statistics.last_ms = int(self._wall.now() * 1000)
+        return outputs
+
+    def _tell(self, event: Event) -> None:
+        for instruction in self._machine.handle(event):
+            match instruction:
+                case Execute():
+                    self._execute(instruction)
+                case Refuse(request, why):
+                    self._refuse(request, why)
+                case WakeAt(at):
+                    self._wake_at(at)
+
+    def _wake_at(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(at - self._clock.now(), 0.0), self._woken, at)
+
+    def _woken(self, at: float) -> None:
+        self._timer = None
+        self._tell(Tick(max(at, self._clock.now())))
+
+    def _refuse(self, request: int, why: str) -> None:
+        asked = self._asked.get(request)
+        if asked is None or asked.answer.done():
+            return
+        limit = self._limits.max_queued_rows
+        if why == FULL:
+            wait_s = self._expected_wait_s()
+            error: JGError = OverloadedError(
+                f"{self.queued_rows} rows wait already, of {limit} that may; send the "
+                f"request again in {wait_s} s",
+                retry_after_s=wait_s,
+            )
+        elif why == LARGE:
+            error = MessageTooLargeError(
+                f"a request of {asked.rows} rows, and {limit} may wait; send fewer at "
+                "a time"
+            )
+        else:
+            error = DeadlineError(
+                "the request's deadline passed before it could be computed; give it "
+                "more time, or send fewer requests at a time"
+            )
+        asked.answer.set_exception(error)
+
+    def _expected_wait_s(self) -> int:
+        most = self._limits.max_rows
+        took_s = self._took_s.get(most, max(self._took_s.values(), default=1.0))
+        return max(1, round(self.queued_rows / most * took_s / self._limits.slots))
+
+    def _execute(self, run: Execute) -> None:
+        begun = self._clock.now()
+        inputs = self._together(run)
+        for piece in run.pieces:
+            asked = self._asked[piece.request]
+            if asked.waited_s is None:
+                asked.waited_s = begun - asked.came
+                self._statistics.queue.add(asked.waited_s)
+        ready = self._clock.now()
+        self._statistics.compute_input.add(ready - begun)
+        loop = asyncio.get_running_loop()
+        if self._took_s.get(run.bucket, SHORT_S) < SHORT_S:
+            try:
+                outputs: list[Array] | BaseException = self._function(inputs)
+            except Exception as error:  # noqa: BLE001  # is told to whoever asked
+                outputs = error
+            self._done(run, ready, outputs)
+            # Not at once: requests that have come meanwhile are read first.
+            loop.call_soon(self._free, run.slot)
+            return
+        future = loop.run_in_executor(self._threads, self._function, inputs)
+        future.add_done_callback(partial(self._ended, run, ready))
+
+    def _ended(
+        self, run: Execute, begun: float, future: "asyncio.Future[list[Array]]"
+    ) -> None:
+        error = future.exception()
+        self._done(run, begun, future.result() if error is None else error)
+        self._free(run.slot)
+
+    def _free(self, slot: int) -> None:
+        self._tell(Freed(slot, self._clock.now()))
+
+    def _together(self, run: Execute) -> list[Array]:
+        """Returns the inputs of an execution; padded with the last row."""
+        first = self._asked[run.pieces[0].request]
+        if len(run.pieces) == 1 and first.rows == run.bucket:
+            return first.inputs
+        missing = run.bucket - sum(piece.rows for piece in run.pieces)
+        together = []
+        for place in range(len(first.inputs)):
+            parts = [
+                self._asked[one.request].inputs[place][one.first : one.first + one.rows]
+                for one in run.pieces
+            ]
+            if missing:
+                parts.append(np.repeat(parts[-1][-1:], missing, axis=0))
+            together.append(np.concatenate(parts))
+        return together
+
+    def _done(
+        self, run: Execute, begun: float, outputs: list[Array] | BaseException
+    ) -> None:
+        took_s = self._clock.now() - begun
+        self._took_s[run.bucket] = took_s
+        self._statistics.executions += 1
+        self._statistics.compute_infer.add(took_s)
+        at = 0
+        for piece in run.pieces:
+            asked = self._asked.get(piece.request)
+            if asked is not None and not asked.answer.done():
+                if isinstance(outputs, BaseException):
+                    asked.answer.set_exception(outputs)
+                else:
+                    self._give(asked, piece, outputs, at)
+            at += piece.rows
+
+    def _give(self, asked: _Asked, piece: Piece, outputs: list[Array], at: int) -> None:
+        if not self._function.signature.is_batched:
+            asked.answer.set_result(outputs)
+            return
+        mine = [one[at : at + piece.rows] for one in outputs]
+        if piece.rows == asked.rows:
+            asked.answer.set_result(mine)
+            return
+        asked.parts[piece.first] = mine
+        if sum(len(part[0]) for part in asked.parts.values()) == asked.rows:
+            parts = [asked.parts[first] for first in sorted(asked.parts)]
+            asked.answer.set_result(
+                [np.concatenate(one) for one in zip(*parts, strict=True)]
+            )

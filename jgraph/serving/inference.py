@@ -1,0 +1,237 @@
+"""Inference requests: routing, checks and answers, whatever protocol they came by."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+import numpy as np
+
+from jgraph.clock import Clock
+from jgraph.errors import (
+    ModelInputError,
+    ModelNotFoundError,
+    ModelNotReadyError,
+    NotAllowedError,
+)
+from jgraph.serving.served_model import ServedModel, ServedVersion
+from jgraph.serving.signature import Array, Signature, TensorSpec, short
+
+PLATFORM: Final = "jax_stablehlo"
+EXTENSIONS: Final = ("binary_tensor_data", "model_repository", "statistics")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a request gets.
+
+    Attributes:
+      version: that answered.
+      outputs: what the signature says of each output, and its value.
+    """
+
+    version: int
+    outputs: list[tuple[TensorSpec, Array]]
+
+
+@final
+@dataclass(slots=True)
+class Models:
+    """The models of a server, and whether it takes requests.
+
+    Attributes:
+      clock: for deadlines.
+      by_name: the models.
+      is_ending: no new request is taken.
+      says_ready: False once the server was told to end.
+    """
+
+    clock: Clock
+    by_name: dict[str, ServedModel] = field(default_factory=dict)
+    is_ending: bool = False
+    says_ready: bool = True
+
+    def model(self, name: str) -> ServedModel:
+        """Returns a model.
+
+        Raises:
+          ModelNotFoundError: there is none of that name.
+          ModelNotReadyError: the server is about to end.
+        """
+        if self.is_ending:
+            raise ModelNotReadyError("this server is about to end; ask another one")
+        found = self.by_name.get(name)
+        if found is None:
+            there = ", ".join(sorted(self.by_name)[:20]) or "none"
+            raise ModelNotFoundError(
+                f"there is no model '{name:.80}'; this server has {there}"
+            )
+        return found
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every model answers, and there is one."""
+        models = self.by_name.values()
+        return self.says_ready and bool(models) and all(m.is_ready for m in models)
+
+    def is_model_ready(self, name: str, version: str) -> bool:
+        """Whether a model, or a version of it, answers.
+
+        Raises:
+          ModelNotFoundError: there is none of that name.
+        """
+        model = self.model(name)
+        try:
+            with model.routed(version):
+                return self.says_ready
+        except ModelNotReadyError:
+            return False
+
+    async def answer(
+        self,
+        version: ServedVersion,
+        signature: str,
+        values: Mapping[str, Array],
+        outputs: Iterable[str] = (),
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """Returns the outputs of a function.
+
+        Args:
+          version: one that is held by ``ServedModel.routed``.
+          signature: name of the function; the default one if empty.
+          values: its inputs.
+          outputs: which of its outputs; all if none.
+          timeout_s: how long the answer is of use; as the model says if unset.
+
+        Raises:
+          JGError: what is wrong with the request, or that it cannot be now.
+        """
+        function = version.loaded.function(signature)
+        one = function.signature
+        inputs, rows = one.ordered(values)
+        places = one.chosen(outputs)
+        now = self.clock.now()
+        deadline = now + min(timeout_s or version.timeout_s, 86_400.0)
+        queue = version.queues[signature or version.loaded.default]
+        found = await queue.answer(inputs, rows, deadline)
+        return Answer(version.number, [(one.outputs[n], found[n]) for n in places])
+
+    def metadata(self, name: str, version: str) -> dict[str, Any]:
+        """Returns what a model takes and gives, as the protocol has it.
+
+        Raises:
+          ModelNotFoundError, ModelNotReadyError: it cannot be told.
+        """
+        model = self.model(name)
+        with model.routed(version) as routed:
+            one = routed.loaded.function("").signature
+            versions = [routed.number] if version else sorted(model.versions)
+        return {
+            "name": name,
+            "versions": [str(number) for number in versions],
+            "platform": PLATFORM,
+            "inputs": [_described(spec) for spec in one.inputs],
+            "outputs": [_described(spec) for spec in one.outputs],
+        }
+
+    def served(self, name: str, version: str) -> list[tuple[str, ServedVersion]]:
+        """Returns versions that answer: those of a model, or of all if it is empty."""
+        models = [self.model(name)] if name else list(self.by_name.values())
+        found = []
+        for model in models:
+            if version:
+                with model.routed(version) as one:
+                    found.append((model.name, one))
+            else:
+                found += [(model.name, one) for one in model.versions.values()]
+        return found
+
+
+def _described(spec: TensorSpec) -> dict[str, Any]:
+    shape = spec.wire_shape
+    return {"name": spec.name, "datatype": spec.datatype, "shape": shape}
+
+
+def put(values: dict[str, Array], spec: TensorSpec, value: Array) -> None:
+    """Adds an input to those of a request.
+
+    Raises:
+      ModelInputError: it is there already.
+    """
+    if spec.name in values:
+        raise ModelInputError(f"the input '{spec.name}' is there twice")
+    values[spec.name] = value
+
+
+def from_raw(
+    spec: TensorSpec, datatype: str, shape: Sequence[int], raw: bytes | memoryview
+) -> Array:
+    """Returns a value of which there are bytes; they are looked at, not copied.
+
+    Raises:
+      ModelInputError: they are not what the input takes.
+    """
+    spec.check(datatype, shape)
+    if len(raw) != spec.nbytes_of(shape):
+        raise ModelInputError(
+            f"input '{spec.name}' has {len(raw)} bytes, and {datatype} of the shape "
+            f"{short(shape)} has {spec.nbytes_of(shape)}",
+            input=spec.name,
+        )
+    if spec.dtype == "bool":  # any byte but 0 is True, and NumPy would keep it
+        bits: Array = np.frombuffer(raw, np.uint8) != 0
+        return bits.reshape(shape)
+    value: Array = np.frombuffer(raw, spec.np_dtype).reshape(shape)
+    return value
+
+
+def checked_size(spec: TensorSpec, shape: Sequence[int], count: int) -> None:
+    """Refuses values that are not as many as their shape says.
+
+    Raises:
+      ModelInputError: they are not.
+    """
+    wanted = spec.nbytes_of(shape) // spec.np_dtype.itemsize
+    if count != wanted:
+        raise ModelInputError(
+            f"input '{spec.name}' has {count} values, and the shape {short(shape)} has "
+            f"{wanted}",
+            input=spec.name,
+        )
+
+
+def signature_of(version: ServedVersion, name: str) -> Signature:
+    """Returns a signature of a version; the default one if the name is empty."""
+    return version.loaded.function(name).signature
+
+
+async def control(models: Models, name: str, what: str, allowed: bool) -> None:
+    """Loads or unloads a model, if callers may.
+
+    Raises:
+      NotAllowedError: they may not.
+      ModelNotReadyError: it cannot be loaded.
+    """
+    if not allowed:
+        raise NotAllowedError(
+            f"this server lets nobody {what} models; start it with --allow-control"
+        )
+    model = models.model(name)
+    await (model.load() if what == "load" else model.unload())
+
+
+def asked_timeout(timeout_us: object, left_s: float | None) -> float | None:
+    """Returns how long an answer is of use: by its deadline, or Triton's parameter.
+
+    Raises:
+      ModelInputError: the parameter is no number of microseconds.
+    """
+    if timeout_us is None:
+        return left_s
+    if isinstance(timeout_us, bool) or not isinstance(timeout_us, int | float):
+        raise ModelInputError("the parameter 'timeout' is a number of microseconds")
+    asked_s = timeout_us / 1e6
+    if not asked_s > 0:
+        return left_s
+    return asked_s if left_s is None else min(left_s, asked_s)

@@ -1,0 +1,469 @@
+"""Model server: exported models behind the inference protocols, in this process."""
+
+import asyncio
+import ipaddress
+import json
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, Self, TypeAlias, final
+
+import grpc
+
+from jgraph.clock import SystemClock
+from jgraph.cluster import event_loop
+from jgraph.errors import (
+    CertificateError,
+    ConfigError,
+    InsecureError,
+    PortInUseError,
+    TokenError,
+)
+from jgraph.rpc.grpc.listening import listen, server_options, stop_listening
+from jgraph.rpc.security.token import Token, find_token, home
+from jgraph.runtime.compiled.compile_cache import CompileCache
+from jgraph.serving.artifact import MODEL_NAME, versions_in
+from jgraph.serving.exported_model import named
+from jgraph.serving.inference import Models
+from jgraph.serving.labels import set_label
+from jgraph.serving.oip_grpc import InferenceService
+from jgraph.serving.served_model import ServedModel, model_row
+from jgraph.serving.signature import Array
+from jgraph.serving.statistics import EXTRA
+from jgraph.view import markup
+
+_LOG = logging.getLogger("jgraph.serving")
+TOKEN: Final = "serve_token"
+MAX_MESSAGE: Final = 64 << 20
+MAX_CONNECTIONS: Final = 1024
+GRACE_S: Final = 10.0
+"""Requests under way are answered by then, or the server ends without."""
+TLSFiles: TypeAlias = tuple[str | os.PathLike[str], str | os.PathLike[str]]
+
+
+@final
+class ModelServer:
+    """Answers with the models of a directory; ``jg.serve`` starts it.
+
+    Versions that come are loaded, and answer once they have been tried; those that were
+    replaced go when their last request is answered. Ends with its ``with`` block.
+
+    Args:
+      path: a directory of models, or one model.
+      http_port: 0: any that is free; None: no HTTP.
+      grpc_port: likewise.
+      bind: the address to listen at.
+      token_file: what callers have to show; ``~/.jgraph/serve_token`` if unset, which
+        is made when there is none. The token of a cluster is refused.
+      tls: files of a certificate and its key, PEM.
+      insecure_i_accept: listen beyond this machine without ``tls``.
+      watch_s: how often to look for new versions and labels.
+      allow_control: callers may load and unload models.
+      max_message: bytes of a request.
+
+    Raises:
+      ConfigError: there are no models, or a package is missing.
+      InsecureError: it would listen beyond this machine in plain text.
+      PortInUseError: a port is taken.
+
+    Example:
+      >>> import tempfile
+      >>> import jgraph as jg
+      >>> import numpy as np
+      >>> x = np.zeros(1, np.float32)
+      >>> with tempfile.TemporaryDirectory() as models:
+      ...     model = jg.export(lambda x: x / 2 + 3, x, f"{models}/half")
+      ...     with jg.ModelServer(models, http_port=None) as server:
+      ...         server.predict("half", {"x": [1, 2, 5]})["y"].tolist()
+      [3.5, 4.0, 5.5]
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        http_port: int | None = 0,
+        grpc_port: int | None = 0,
+        bind: str = "127.0.0.1",
+        token_file: str | Path | None = None,
+        tls: TLSFiles | None = None,
+        insecure_i_accept: bool = False,
+        watch_s: float = 2.0,
+        allow_control: bool = False,
+        max_message: int = MAX_MESSAGE,
+    ) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self._bind = bind
+        self._tls = tls
+        self._watch_s = watch_s
+        self._allow_control = allow_control
+        self._max_message = max_message
+        self._check(insecure_i_accept=insecure_i_accept)
+        self.token = _token(token_file)
+        self._cache = CompileCache()
+        self._clock = SystemClock()
+        self._loader = ThreadPoolExecutor(1, "jgraph-load")
+        self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), "jgraph-serve")
+        self._models = Models(self._clock)
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._grpc: asyncio.Task[None] | None = None
+        self._uvicorn: Any = None
+        self.http_port: int | None = http_port
+        self.grpc_port: int | None = grpc_port
+        try:
+            event_loop.run(self._start())
+        except BaseException:
+            self.stop()
+            raise
+
+    def _check(self, *, insecure_i_accept: bool) -> None:
+        if not self.path.is_dir():
+            raise ConfigError(
+                f"there is no directory {self.path}; export a model first"
+            )
+        if not (self._is_loopback or self._tls or insecure_i_accept):
+            raise InsecureError(
+                f"at {self._bind} others could read requests and the token; give "
+                "tls=(certificate, key) (--tls-cert, --tls-key), or say "
+                "--insecure-i-accept in a network that is yours alone"
+            )
+
+    @property
+    def _is_loopback(self) -> bool:
+        try:
+            return ipaddress.ip_address(self._bind).is_loopback
+        except ValueError:
+            return self._bind == "localhost"
+
+    async def _start(self) -> None:
+        await self._look()
+        if not self._models.by_name:
+            raise ConfigError(
+                f"{self.path} holds no exported models; jg.export writes them to "
+                "PATH/NAME/VERSION"
+            )
+        if self.grpc_port is not None:
+            await self._start_grpc(self.grpc_port)
+        if self.http_port is not None:
+            await self._start_http(self.http_port)
+        await self._settled()
+        self._tasks.append(asyncio.create_task(self._watch()))
+
+    async def _start_grpc(self, port: int) -> None:
+        options = dict(server_options())
+        options |= {
+            "grpc.max_receive_message_length": self._max_message,
+            "grpc.max_send_message_length": -1,
+            # Callers of a model come and go, and may be silent between requests.
+            "grpc.max_connection_idle_ms": 600_000,
+        }
+        server = grpc.aio.server(options=list(options.items()))
+        service = InferenceService(
+            self._models, self.token, allow_control=self._allow_control
+        )
+        server.add_generic_rpc_handlers((service.handler(),))
+        address = _address(self._bind, port)
+        try:
+            if self._tls is None:
+                self.grpc_port = server.add_insecure_port(address)
+            else:
+                cert, key = (_read(path) for path in self._tls)
+                credentials = grpc.ssl_server_credentials([(key, cert)])
+                self.grpc_port = server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise PortInUseError(
+                f"cannot listen at {address}: is another server there?"
+            ) from error
+        self._grpc = await listen(server, grace_s=GRACE_S)
+
+    async def _start_http(self, port: int) -> None:
+        try:
+            import uvicorn
+
+            from jgraph.serving.oip_http import HttpDoor, http_app
+            from jgraph.serving.tf_http import TensorFlowRoutes
+        except ImportError as error:
+            raise ConfigError(
+                f"HTTP needs starlette and uvicorn: {EXTRA}, or give http_port=None"
+            ) from error
+        door = HttpDoor(
+            self._models,
+            self.token,
+            allow_control=self._allow_control,
+            max_message=self._max_message,
+            is_loopback=self._is_loopback,
+        )
+        files = self._tls and [os.fspath(path) for path in self._tls]
+        config = uvicorn.Config(
+            http_app(door, TensorFlowRoutes(door).routes()),
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_graceful_shutdown=int(GRACE_S),
+            ssl_certfile=files[0] if files else None,
+            ssl_keyfile=files[1] if files else None,
+        )
+        listening = _socket(self._bind, port)
+        self.http_port = listening.getsockname()[1]
+        self._uvicorn = uvicorn.Server(config)
+        serving = asyncio.create_task(self._uvicorn.serve(sockets=[listening]))
+        self._tasks.append(serving)
+        while not self._uvicorn.started and not serving.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._watch_s)
+            try:
+                await self._look()
+            except OSError as error:
+                _LOG.warning("Cannot look for models in %s: %s", self.path, error)
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        for path in await loop.run_in_executor(None, _models_in, self.path):
+            if path.name not in self._models.by_name:
+                self._models.by_name[path.name] = ServedModel(
+                    path, self._cache, self._clock, self._loader, self._threads
+                )
+        for model in list(self._models.by_name.values()):
+            model.tell(await loop.run_in_executor(None, model.look))
+
+    async def _settled(self) -> None:
+        for model in list(self._models.by_name.values()):
+            await model.settled()
+
+    def refresh(self) -> Self:
+        """Looks for new versions and labels now; returns when all are loaded."""
+
+        async def refreshed() -> None:
+            await self._look()
+            await self._settled()
+
+        event_loop.run(refreshed())
+        return self
+
+    @property
+    def compilations(self) -> int:
+        """How often code was compiled since the server started."""
+        return self._cache.compilations
+
+    @property
+    def url(self) -> str:
+        """Address for HTTP; empty without it."""
+        if self.http_port is None:
+            return ""
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://{_address(self._bind, self.http_port)}"
+
+    @property
+    def grpc_target(self) -> str:
+        """Address for gRPC; empty without it."""
+        if self.grpc_port is None:
+            return ""
+        return _address(self._bind, self.grpc_port)
+
+    def predict(
+        self,
+        model: str,
+        x: Any,
+        *,
+        version: str = "",
+        signature: str = "",
+        timeout_s: float | None = None,
+    ) -> dict[str, Array]:
+        """Returns the outputs for a batch, by name, as a caller gets them.
+
+        Args:
+          model: its name.
+          x: a dict by the names of the inputs, or the one input.
+          version: a number, or ``label:NAME``; the newest if empty.
+          signature: which function; the default one if empty.
+          timeout_s: how long the answer is of use.
+
+        Raises:
+          JGError: as over the protocols.
+        """
+
+        async def asked() -> dict[str, Array]:
+            with self._models.model(model).routed(version) as routed:
+                function = routed.loaded.function(signature)
+                values = named(function.signature, x)
+                answer = await self._models.answer(
+                    routed, signature, values, timeout_s=timeout_s
+                )
+            return {spec.name: value for spec, value in answer.outputs}
+
+        return event_loop.run(asked())
+
+    def curl(self, model: str) -> str:
+        """Returns a command line that asks a model, with its example.
+
+        Raises:
+          ModelNotFoundError, ModelNotReadyError: it cannot be asked.
+        """
+        with self._models.model(model).routed() as routed:
+            loaded = routed.loaded
+            one = loaded.function("").signature
+            example = loaded.examples[loaded.default]
+        inputs = [
+            {
+                "name": spec.name,
+                "datatype": spec.datatype,
+                "shape": list(value.shape),
+                "data": value.astype(
+                    "float32" if spec.datatype in ("FP16", "BF16") else value.dtype
+                )
+                .ravel()
+                .tolist(),
+            }
+            for spec, value in zip(one.inputs, example.values(), strict=True)
+        ]
+        body = json.dumps({"inputs": inputs})
+        return (
+            f'curl -s -H "Authorization: Bearer $(cat {self.token.path})" '
+            f"-H 'Content-Type: application/json' -d '{body}' "
+            f"{self.url}/v2/models/{model}/infer"
+        )
+
+    def status(self) -> list[dict[str, Any]]:
+        """Returns each version of each model, its state, and why it failed."""
+        return [row for one in self._models.by_name.values() for row in model_row(one)]
+
+    def labels(self, model: str) -> Mapping[str, int]:
+        """Returns the labels of a model that requests may name."""
+        return dict(self._models.model(model).labels)
+
+    def set_label(self, model: str, label: str, version: int | None) -> Self:
+        """Calls a version by a label, in the directory and here.
+
+        Raises:
+          ArtifactError: no such version, or no label.
+        """
+        set_label(self._models.model(model).path, label, version)
+        return self.refresh()
+
+    def stop(self, drain_s: float = 0.0) -> None:
+        """Ends the server; requests under way are answered.
+
+        Args:
+          drain_s: how long to go on as usual after it has said that it is not ready,
+            which whoever sends requests here has to notice first.
+        """
+        event_loop.run(self._stop(drain_s))
+        self._loader.shutdown(wait=False)
+        self._threads.shutdown(wait=False)
+
+    async def _stop(self, drain_s: float) -> None:
+        self._models.says_ready = False
+        await asyncio.sleep(drain_s)
+        self._models.is_ending = True
+        if self._uvicorn is not None:
+            self._uvicorn.should_exit = True
+        if self._grpc is not None:
+            await stop_listening(self._grpc)
+        serving = self._tasks[:1] if self._uvicorn is not None else []
+        if serving:
+            await asyncio.wait(serving, timeout=GRACE_S + 5)
+        for task in self._tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        self._tasks.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        names = ", ".join(sorted(self._models.by_name)) or "no models"
+        return f"ModelServer({names}, http={self.url!r}, grpc={self.grpc_target!r})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            [row["name"], row["version"], row["state"], row["reason"]]
+            for row in self.status()
+        ]
+        where = f"ModelServer {self.url} {self.grpc_target}"
+        return markup.table(["model", "version", "state", "reason"], rows, where)
+
+
+def serve(path: str | Path, **options: Any) -> ModelServer:
+    """Starts a server for the models of a directory; see ``ModelServer``.
+
+    Example:
+      ``with jg.serve("models") as server: print(server.curl("ctr"))``
+
+      >>> import jgraph as jg
+      >>> jg.serve("no/such/models")
+      Traceback (most recent call last):
+        ...
+      jgraph.errors.ConfigError: JG-124 there is no directory ...
+    """
+    return ModelServer(path, **options)
+
+
+def _models_in(path: Path) -> list[Path]:
+    if versions_in(path):
+        return [path]
+    with os.scandir(path) as entries:
+        return [
+            Path(entry.path)
+            for entry in entries
+            if MODEL_NAME.fullmatch(entry.name)
+            and entry.is_dir(follow_symlinks=False)
+            and versions_in(Path(entry.path))
+        ]
+
+
+def _token(given: str | Path | None) -> Token:
+    """Returns the token of the server, which is never that of a cluster.
+
+    Raises:
+      TokenError: it is, or cannot be read.
+    """
+    if given is None:
+        return Token.make(home() / TOKEN)
+    token = Token.read(Path(given).expanduser())
+    with suppress(TokenError):
+        if token.value == find_token().value:
+            raise ConfigError(
+                f"{given} is the token of a cluster, and who asks a model must not run "
+                f"programs there; make another: `jgraph token new {home() / TOKEN}`"
+            )
+    return token
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _socket(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise PortInUseError(
+            f"cannot listen at {_address(host, port)}: {error.strerror}; is another "
+            "server there?"
+        ) from error
+    return made
+
+
+def _read(path: str | os.PathLike[str]) -> bytes:
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise CertificateError(f"cannot read {path}: {error.strerror}") from error

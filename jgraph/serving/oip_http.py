@@ -1,0 +1,480 @@
+"""Open Inference Protocol over HTTP, with its binary extension; the app of a server."""
+
+import asyncio
+import functools
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeAlias, final
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jgraph import __version__
+from jgraph.errors import MessageTooLargeError, ModelInputError
+from jgraph.rpc.security.token import METADATA_KEY, Token
+from jgraph.serving.inference import (
+    EXTENSIONS,
+    Answer,
+    Models,
+    asked_timeout,
+    checked_size,
+    control,
+    from_raw,
+    put,
+    signature_of,
+)
+from jgraph.serving.refusals import Refusal, check_token
+from jgraph.serving.served_model import LABEL, model_row
+from jgraph.serving.signature import (
+    MAX_RANK,
+    Array,
+    Signature,
+    TensorSpec,
+    array_of_numbers,
+)
+from jgraph.serving.statistics import Metrics
+
+BODY_S: Final = 10.0
+"""A body is here by then."""
+HEADER_LENGTH: Final = "inference-header-content-length"
+KEY: Final = "x-jgraph-key"
+_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_TYPES: Final = ("application/json", "application/octet-stream")
+_FORM: Final = "application/x-www-form-urlencoded"
+_WIDE: Final = {"float16": np.float32, "bfloat16": np.float32}
+Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
+
+
+@final
+class HttpDoor:
+    """What lets requests in: the right host, the token, and a body that can be.
+
+    Args:
+      models: what answers.
+      token: what callers show.
+      allow_control: whether they may load and unload models.
+      max_message: bytes of a body.
+      is_loopback: only names of this machine are taken for it.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        token: Token,
+        *,
+        allow_control: bool,
+        max_message: int,
+        is_loopback: bool,
+    ) -> None:
+        self.models = models
+        self.allow_control = allow_control
+        self._token = token
+        self._max_message = max_message
+        self._is_loopback = is_loopback
+
+    def guarding(self, app: ASGIApp) -> ASGIApp:
+        """Returns the app behind this door: headers are checked first, then a body."""
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                return
+            try:
+                refused = self._refused(Request(scope))
+            except Exception as error:  # noqa: BLE001  # all have an answer
+                refused = refusal(error)
+            await (refused or app)(scope, receive, send)
+
+        return guarded
+
+    def _refused(self, request: Request) -> Response | None:
+        headers, path = request.headers, request.url.path
+        host = headers.get("host", "")
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        if self._is_loopback and name not in _LOOPBACK:
+            return said(421, f"'{host[:80]}' is no name of this machine")
+        is_open = path.startswith("/v2/health/") or path.endswith("/ready")
+        if not is_open:
+            check_token(headers.get(METADATA_KEY, ""), self._token)
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        allowed = (*_TYPES, "", *((_FORM,) if path.startswith("/v1/") else ()))
+        if request.method == "POST" and kind not in allowed:
+            return said(415, f"Content-Type is {kind[:80]}; send {_TYPES[0]}")
+        if headers.get("content-encoding", "identity") != "identity":
+            return said(415, "bodies are taken as they are, without Content-Encoding")
+        return None
+
+    async def body(self, request: Request) -> bytes:
+        """Returns the body of a request.
+
+        Raises:
+          MessageTooLargeError: it is over the limit.
+          HTTPException: it took too long.
+        """
+        chunks, size = [], 0
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for chunk in request.stream():
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    if size > self._max_message:
+                        raise MessageTooLargeError(
+                            f"a body has {self._max_message:,} bytes at most; send "
+                            "fewer rows at a time"
+                        )
+        except TimeoutError:
+            raise HTTPException(408, f"the body was not here in {BODY_S:g} s") from None
+        return b"".join(chunks)
+
+
+def refusing(handler: Handler) -> Handler:
+    """Returns a handler whose errors are answers with codes."""
+
+    @functools.wraps(handler)
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except HTTPException as error:
+            return said(error.status_code, error.detail)
+        except ClientDisconnect:
+            return said(400, "the caller went away")
+        except Exception as error:  # noqa: BLE001  # all have an answer
+            return refusal(error)
+
+    return handle
+
+
+def refusal(error: BaseException) -> Response:
+    """Returns the answer for an error."""
+    told = Refusal(error)
+    headers = {}
+    if told.retry_after_s is not None:
+        headers["Retry-After"] = str(told.retry_after_s)
+    if told.http_status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    body = {"error": told.text, "code": told.error.code}
+    return JSONResponse(body, told.http_status, headers)
+
+
+def said(status: int, what: str) -> Response:
+    """Returns an answer that says what is wrong."""
+    return JSONResponse({"error": what}, status)
+
+
+def parsed(body: bytes, *, allows_nan: bool) -> dict[str, Any]:
+    """Returns a JSON object.
+
+    Raises:
+      ModelInputError: it is none, or a name is there twice.
+
+    Example:
+      >>> parsed(b'{"a": [1]}', allows_nan=False)
+      {'a': [1]}
+    """
+    refuse: Callable[[str], Any] = _no_number
+    try:
+        found = json.loads(
+            body.decode(),
+            object_pairs_hook=_unique,
+            parse_constant=None if allows_nan else refuse,
+        )
+    except (ValueError, RecursionError) as error:
+        raise ModelInputError(f"the body is no JSON object: {error!s:.200}") from error
+    if not isinstance(found, dict):
+        raise ModelInputError(f"the body is no JSON object but a {_kind(found)}")
+    return found
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON; send it as binary data")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is there twice in an object")
+    return found
+
+
+def _kind(value: object) -> str:
+    return {list: "list", str: "string", type(None): "null"}.get(type(value), "number")
+
+
+def version_of(request: Request) -> str:
+    """Returns the version that a path names."""
+    if label := request.path_params.get("label"):
+        return f"{LABEL}{label}"
+    return str(request.path_params.get("version", ""))
+
+
+@final
+class InferenceRoutes:
+    """Routes of the protocol.
+
+    Args:
+      door: lets requests in.
+    """
+
+    def __init__(self, door: HttpDoor) -> None:
+        self._door = door
+        self._models = door.models
+
+    def routes(self) -> list[Route]:
+        """Returns them."""
+        made = [
+            _route("GET", "/v2", self._server),
+            _route("GET", "/v2/health/live", self._live),
+            _route("GET", "/v2/health/ready", self._ready),
+            _route("GET", "/v2/models/stats", self._stats),
+            _route("POST", "/v2/repository/index", self._index),
+            _route("POST", "/v2/repository/models/{model}/load", self._load),
+            _route("POST", "/v2/repository/models/{model}/unload", self._unload),
+        ]
+        for path in (
+            "/v2/models/{model}",
+            "/v2/models/{model}/versions/{version}",
+            "/v2/models/{model}/labels/{label}",
+        ):
+            made += [
+                _route("POST", f"{path}/infer", self._infer),
+                _route("GET", path, self._metadata),
+                _route("GET", f"{path}/ready", self._model_ready),
+                _route("GET", f"{path}/stats", self._stats),
+            ]
+        return made
+
+    async def _server(self, _: Request) -> Response:
+        told = {"name": "jgraph", "version": __version__, "extensions": EXTENSIONS}
+        return JSONResponse(told)
+
+    async def _live(self, _: Request) -> Response:
+        return JSONResponse({"live": True})
+
+    async def _ready(self, _: Request) -> Response:
+        ready = self._models.is_ready
+        return JSONResponse({"ready": ready}, 200 if ready else 503)
+
+    async def _metadata(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        return JSONResponse(self._models.metadata(name, version_of(request)))
+
+    async def _model_ready(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        ready = self._models.is_model_ready(name, version_of(request))
+        return JSONResponse({"name": name, "ready": ready}, 200 if ready else 503)
+
+    async def _stats(self, request: Request) -> Response:
+        name = request.path_params.get("model", "")
+        rows = [
+            {
+                "name": model,
+                "version": str(version.number),
+                "last_inference": version.statistics.last_ms,
+                "inference_count": version.statistics.rows,
+                "execution_count": version.statistics.executions,
+                "inference_stats": {
+                    part: {"count": spent.count, "ns": spent.ns}
+                    for part, spent in version.statistics.durations.items()
+                },
+            }
+            for model, version in self._models.served(name, version_of(request))
+        ]
+        return JSONResponse({"model_stats": rows})
+
+    async def _index(self, request: Request) -> Response:
+        body = await self._door.body(request)
+        asked = parsed(body, allows_nan=False) if body.strip() else {}
+        rows = [row for one in self._models.by_name.values() for row in model_row(one)]
+        if asked.get("ready") is True:
+            rows = [row for row in rows if row["state"] == "READY"]
+        return JSONResponse(rows)
+
+    async def _load(self, request: Request) -> Response:
+        return await self._control(request, "load")
+
+    async def _unload(self, request: Request) -> Response:
+        return await self._control(request, "unload")
+
+    async def _control(self, request: Request, what: str) -> Response:
+        allowed = self._door.allow_control
+        await control(self._models, request.path_params["model"], what, allowed)
+        return JSONResponse({})
+
+    async def _infer(self, request: Request) -> Response:
+        name, body = request.path_params["model"], await self._door.body(request)
+        header, binary = _cut(request, body)
+        asked = parsed(header, allows_nan=False)
+        options = _dict(asked, "parameters")
+        number = asked.get("id", "")
+        if not isinstance(number, str):
+            raise ModelInputError("'id' is a string")
+        model = self._models.model(name)
+        key = request.headers.get(KEY, number)
+        with model.routed(version_of(request), key) as version:
+            function = str(options.get("signature_name", ""))
+            signature = signature_of(version, function)
+            values = _inputs(asked, binary, signature)
+            wanted = _wanted(asked, options)
+            timeout_s = asked_timeout(options.get("timeout"), None)
+            answer = await self._models.answer(
+                version, function, values, wanted, timeout_s
+            )
+        are_binary = options.get("binary_data_output") is True
+        return _response(name, number, answer, wanted, are_binary=are_binary)
+
+
+def _route(method: str, path: str, handler: Handler) -> Route:
+    return Route(path, refusing(handler), methods=[method])
+
+
+def _cut(request: Request, body: bytes) -> tuple[bytes, memoryview]:
+    """Returns the JSON of a body, and the tensors after it."""
+    told = request.headers.get(HEADER_LENGTH)
+    if told is None:
+        return body, memoryview(b"")
+    if not told.isascii() or not told.isdigit() or not int(told[:19]) <= len(body):
+        raise ModelInputError(
+            f"Inference-Header-Content-Length is '{told:.40}', and the body has "
+            f"{len(body)} bytes"
+        )
+    length = int(told)
+    return body[:length], memoryview(body)[length:]
+
+
+def _dict(found: dict[str, Any], name: str) -> dict[str, Any]:
+    value = found.get(name, {})
+    if not isinstance(value, dict):
+        raise ModelInputError(f"'{name}' is an object")
+    return value
+
+
+def _list(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    value = found.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
+        raise ModelInputError(f"'{name}' is a list of objects")
+    return value
+
+
+def _inputs(
+    asked: dict[str, Any], binary: memoryview, signature: Signature
+) -> dict[str, Array]:
+    values: dict[str, Array] = {}
+    for one in _list(asked, "inputs"):
+        spec = signature.input(str(one.get("name")))
+        shape = one.get("shape")
+        if (
+            not isinstance(shape, list)
+            or len(shape) > MAX_RANK
+            or not all(type(size) is int for size in shape)
+        ):
+            raise ModelInputError(f"the shape of '{spec.name}' is a list of sizes")
+        datatype = str(one.get("datatype"))
+        size = _dict(one, "parameters").get("binary_data_size")
+        if size is None:
+            value = _from_json(spec, datatype, shape, one.get("data"))
+        else:
+            if type(size) is not int or not 0 <= size <= len(binary):
+                raise ModelInputError(
+                    f"the binary_data_size of '{spec.name}' is {size!r:.40}, and the "
+                    f"body has {len(binary)} bytes more; Inference-Header-Content-"
+                    "Length says where they begin"
+                )
+            value = from_raw(spec, datatype, shape, binary[:size])
+            binary = binary[size:]
+        put(values, spec, value)
+    if len(binary):
+        raise ModelInputError(f"the body has {len(binary)} bytes that are no input's")
+    return values
+
+
+def _from_json(spec: TensorSpec, datatype: str, shape: list[int], data: Any) -> Array:
+    spec.check(datatype, shape)
+    if not isinstance(data, list):
+        raise ModelInputError(f"the data of '{spec.name}' is a list of values")
+    value = array_of_numbers(spec, data)
+    if spec.np_dtype.kind not in "iub" and not np.isfinite(value).all():
+        raise ModelInputError(
+            f"input '{spec.name}' has a value that is no number of JSON; send it as "
+            "binary data"
+        )
+    checked_size(spec, shape, value.size)
+    return value.reshape(shape)
+
+
+def _wanted(asked: dict[str, Any], options: dict[str, Any]) -> dict[str, bool]:
+    """Returns the outputs that are asked for, and whether as binary data."""
+    default = options.get("binary_data_output") is True
+    wanted: dict[str, bool] = {}
+    for one in _list(asked, "outputs"):
+        name = str(one.get("name"))
+        if name in wanted:
+            raise ModelInputError(f"the output '{name:.80}' is named twice")
+        wanted[name] = _dict(one, "parameters").get("binary_data", default) is True
+    return wanted
+
+
+def as_list(spec: TensorSpec, value: Array) -> list[Any]:
+    """Returns a value as numbers of JSON."""
+    found: list[Any] = value.astype(_WIDE.get(spec.dtype, spec.np_dtype)).tolist()
+    return found
+
+
+def _response(
+    name: str, number: str, answer: Answer, wanted: dict[str, bool], *, are_binary: bool
+) -> Response:
+    outputs: list[dict[str, Any]] = []
+    raw: list[bytes] = []
+    for spec, value in answer.outputs:
+        shape = list(value.shape)
+        told: dict[str, Any] = {"name": spec.name, "datatype": spec.datatype}
+        told["shape"] = shape
+        if wanted.get(spec.name, are_binary):
+            raw.append(value.tobytes())
+            told["parameters"] = {"binary_data_size": len(raw[-1])}
+        else:
+            told["data"] = as_list(spec, value.ravel())
+        outputs.append(told)
+    body = {"model_name": name, "model_version": str(answer.version)}
+    text = json.dumps(
+        {**body, **({"id": number} if number else {}), "outputs": outputs}
+    )
+    if not raw:
+        return Response(text, media_type="application/json")
+    head = text.encode()
+    return Response(
+        b"".join([head, *raw]),
+        headers={HEADER_LENGTH: str(len(head))},
+        media_type="application/octet-stream",
+    )
+
+
+def http_app(door: HttpDoor, more: list[Route]) -> ASGIApp:
+    """Returns the app of a server: this protocol's routes, others', and metrics."""
+    models = door.models
+    metrics = Metrics(
+        lambda: (
+            (name, version.number, version.queued_rows, version.statistics)
+            for name, version in models.served("", "")
+        )
+    )
+
+    async def scraped(_: Request) -> Response:
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return Response(metrics.text(), headers={"Content-Type": kind})
+
+    routes = [
+        *InferenceRoutes(door).routes(),
+        *more,
+        _route("GET", "/metrics", scraped),
+    ]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={
+            HTTPException: lambda _, error: said(error.status_code, error.detail)
+        },
+    )
+    return door.guarding(app)

@@ -1,0 +1,330 @@
+"""Served model: its versions loaded, watched, routed to and let go.
+
+The shell of ``coordination.serving.versions``.
+"""
+
+import asyncio
+import logging
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, final
+
+from jgraph.clock import Clock
+from jgraph.coordination.serving.versions import (
+    Drain,
+    Event,
+    Failed,
+    Idle,
+    Listed,
+    Load,
+    LoadAsked,
+    Loaded,
+    Publish,
+    Unload,
+    UnloadAsked,
+    Versions,
+)
+from jgraph.errors import (
+    ArtifactError,
+    JGError,
+    ModelNotFoundError,
+    ModelNotReadyError,
+)
+from jgraph.runtime.compiled.compile_cache import CompileCache
+from jgraph.serving.artifact import FILE, versions_in
+from jgraph.serving.exported_model import LoadedVersion
+from jgraph.serving.function_queue import FunctionQueue
+from jgraph.serving.labels import Labels, read_labels
+from jgraph.serving.model_options import ModelOptions, read_options
+from jgraph.serving.statistics import Statistics
+
+_LOG = logging.getLogger("jgraph.serving")
+LABEL: Final = "label:"
+
+
+@final
+class ServedVersion:
+    """A version that answers, or did.
+
+    Args:
+      number: of the version.
+      loaded: what it is.
+      options: of the model.
+      clock: for deadlines.
+      threads: where long executions run.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        loaded: LoadedVersion,
+        options: ModelOptions,
+        clock: Clock,
+        threads: Executor,
+    ) -> None:
+        self.number = number
+        self.loaded = loaded
+        self.timeout_s = options.timeout_s
+        self.statistics = Statistics()
+        self.under_way = 0
+        self.queues: dict[str, FunctionQueue] = {}
+        for name, function in loaded.functions.items():
+            merges = function.signature.rows_independent
+            limits = replace(options.limits, merges=merges)
+            self.queues[name] = queue = FunctionQueue(
+                function, limits, self.statistics, clock, threads
+            )
+            queue.warm([*loaded.examples[name].values()])
+
+    @property
+    def queued_rows(self) -> int:
+        """Rows that wait."""
+        return sum(queue.queued_rows for queue in self.queues.values())
+
+
+@final
+class ServedModel:
+    """A model of a server; everything but loading happens in the event loop.
+
+    Args:
+      path: its directory.
+      cache: compiled code of all models.
+      clock: for deadlines.
+      loader: loads versions, one at a time.
+      threads: where long executions run.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        cache: CompileCache,
+        clock: Clock,
+        loader: Executor,
+        threads: Executor,
+    ) -> None:
+        self.path = path
+        self.name = path.name
+        self._cache = cache
+        self._clock = clock
+        self._loader = loader
+        self._threads = threads
+        self._machine = Versions(_newest(path))
+        self._table = Publish(())
+        self._there: dict[int, ServedVersion] = {}
+        self._labels = Labels()
+        self._draining: set[int] = set()
+        self._loading: set[asyncio.Task[None]] = set()
+        self._said = ""
+
+    @property
+    def versions(self) -> Mapping[int, ServedVersion]:
+        """Versions that answer now."""
+        return {number: self._there[number] for number in self._table.ready}
+
+    @property
+    def labels(self) -> Mapping[str, int]:
+        """What they are called."""
+        return self._table.labels
+
+    @property
+    def states(self) -> list[tuple[int, str, str]]:
+        """Every version, its state, and why it failed."""
+        return self._machine.states
+
+    @property
+    def pending(self) -> Mapping[str, int]:
+        """Labels whose version cannot answer yet."""
+        return self._machine.pending
+
+    def look(self) -> Listed:
+        """Returns what is in the directory now; for a thread, as it reads files."""
+        found = tuple(
+            number
+            for number in versions_in(self.path)
+            if (self.path / str(number) / FILE).is_file()
+        )
+        try:
+            self._labels, problem = read_labels(self.path), ""
+        except ArtifactError as error:  # the last good ones stay
+            problem = str(error)
+        if problem and problem != self._said:
+            _LOG.warning("The labels of %s stay as they were: %s", self.name, problem)
+        self._said = problem
+        return Listed(found, self._labels.targets, self._labels.split)
+
+    def tell(self, event: Event) -> None:
+        """Does what follows from an event."""
+        for instruction in self._machine.handle(event):
+            match instruction:
+                case Load(version):
+                    task = asyncio.get_running_loop().create_task(self._load(version))
+                    self._loading.add(task)
+                    task.add_done_callback(self._loading.discard)
+                case Publish():
+                    self._publish(instruction)
+                case Drain(version):
+                    self._draining.add(version)
+                    self._end_if_idle(version)
+                case Unload(version):
+                    del self._there[version]
+
+    def _publish(self, table: Publish) -> None:
+        self._table = table
+        ready = ", ".join(map(str, table.ready)) or "nothing"
+        _LOG.info("%s answers with version %s.", self.name, ready)
+
+    async def _load(self, version: int) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            loaded = await loop.run_in_executor(self._loader, self._loaded, version)
+        except Exception as error:  # noqa: BLE001  # a model must not end a server
+            known = isinstance(error, JGError)
+            why = str(error) if known else f"{type(error).__name__}: {error}"
+            _LOG.warning(
+                "%s %d cannot be loaded: %s",
+                self.name,
+                version,
+                why,
+                exc_info=not known,
+            )
+            self.tell(Failed(version, why))
+            return
+        self._there[version] = loaded
+        self.tell(Loaded(version))
+
+    def _loaded(self, version: int) -> ServedVersion:
+        options = read_options(self.path)
+        loaded = LoadedVersion(self.path / str(version), self._cache)
+        return ServedVersion(version, loaded, options, self._clock, self._threads)
+
+    @contextmanager
+    def routed(self, version: str = "", key: str = "") -> Iterator[ServedVersion]:
+        """Gives the version that a request is for, which stays until the block ends.
+
+        Args:
+          version: a number, ``label:NAME``, or empty.
+          key: of requests that a split sends to the same label; empty: any.
+
+        Raises:
+          ModelNotFoundError: there is no such version or label.
+          ModelNotReadyError: it cannot answer now.
+        """
+        chosen = self._chosen(version, key)
+        chosen.under_way += 1
+        try:
+            yield chosen
+        finally:
+            chosen.under_way -= 1
+            self._end_if_idle(chosen.number)
+
+    def _end_if_idle(self, version: int) -> None:
+        if version in self._draining and not self._there[version].under_way:
+            self._draining.discard(version)
+            self.tell(Idle(version))
+
+    def _chosen(self, version: str, key: str) -> ServedVersion:
+        table = self._table
+        label = version.removeprefix(LABEL) if version.startswith(LABEL) else ""
+        if not version and table.split:
+            label = _split(table.split, key)
+        if label:
+            number = table.labels.get(label)
+            if number is None:
+                raise self._no_label(label)
+        elif version:
+            number = self._number(version)
+        else:
+            number = table.ready[-1] if table.ready else None
+        if number not in table.ready or number is None:
+            raise self._not_ready(number)
+        return self._there[number]
+
+    def _number(self, version: str) -> int:
+        known = {str(number): number for number, _, _ in self.states}
+        if version not in known:
+            raise ModelNotFoundError(
+                f"{self.name} has no version '{version:.40}'; it has "
+                f"{', '.join(map(str, self._table.ready)) or 'none that is ready'}"
+            )
+        return known[version]
+
+    def _no_label(self, label: str) -> JGError:
+        if label in self.pending:
+            return ModelNotReadyError(
+                f"the label '{label}' of {self.name} names version "
+                f"{self.pending[label]}, which is not ready; ask again"
+            )
+        return ModelNotFoundError(
+            f"{self.name} has no label '{label:.80}'; it has "
+            f"{', '.join(self._table.labels) or 'none'}"
+        )
+
+    def _not_ready(self, number: int | None) -> ModelNotReadyError:
+        told = [
+            f"version {version} is {state}{f' ({reason})' if reason else ''}"
+            for version, state, reason in self.states
+            if number in (None, version)
+        ]
+        what = "; ".join(told[-3:]) or "it has no versions"
+        return ModelNotReadyError(f"{self.name} cannot answer: {what}")
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it answers."""
+        return bool(self._table.ready)
+
+    async def load(self) -> None:
+        """Loads the model, what failed before too; returns when it answers.
+
+        Raises:
+          ModelNotReadyError: it cannot be loaded.
+        """
+        listed = await asyncio.get_running_loop().run_in_executor(None, self.look)
+        self.tell(listed)
+        self.tell(LoadAsked())
+        await self.settled()
+        if not self.is_ready:
+            raise self._not_ready(None)
+
+    async def unload(self) -> None:
+        """Lets the model go; requests under way are answered."""
+        self.tell(UnloadAsked())
+
+    async def settled(self) -> None:
+        """Waits until nothing is being loaded; a load has no deadline but its end."""
+        while self._loading:
+            await asyncio.wait(self._loading)
+
+
+def _newest(path: Path) -> int:
+    try:
+        return read_options(path).newest
+    except ArtifactError:
+        return 1  # it is told when a version is loaded
+
+
+def _split(split: Mapping[str, int], key: str) -> str:
+    """Returns the label that a request with this key goes to: always the same one."""
+    place = zlib.crc32(key.encode()) % 100
+    for label, share in split.items():
+        if place < share:
+            return label
+        place -= share
+    raise AssertionError("the shares of a split make 100")
+
+
+def model_row(model: ServedModel) -> list[dict[str, Any]]:
+    """Returns what the index of a repository says of a model."""
+    return [
+        {
+            "name": model.name,
+            "version": str(version),
+            "state": "READY" if version in model.versions else state.upper(),
+            "reason": reason,
+        }
+        for version, state, reason in model.states
+    ]

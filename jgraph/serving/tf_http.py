@@ -1,0 +1,149 @@
+"""TensorFlow Serving's REST calls: ``:predict`` and the status of a model."""
+
+import json
+from typing import Any, Final, final
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from jgraph.coordination.serving import versions
+from jgraph.errors import ModelInputError, ModelNotFoundError
+from jgraph.serving.inference import Answer, put, signature_of
+from jgraph.serving.oip_http import (
+    KEY,
+    HttpDoor,
+    as_list,
+    parsed,
+    refusing,
+    version_of,
+)
+from jgraph.serving.signature import Array, Signature, array_of_numbers, listed
+
+_STATES: Final = {
+    versions.FOUND: "START",
+    versions.LOADING: "LOADING",
+    versions.READY: "AVAILABLE",
+    versions.DRAINING: "UNLOADING",
+    versions.FAILED: "END",
+    versions.GONE: "END",
+}
+_KEYS: Final = frozenset({"signature_name", "instances", "inputs"})
+
+
+@final
+class TensorFlowRoutes:
+    """Routes under ``/v1``.
+
+    Args:
+      door: lets requests in.
+    """
+
+    def __init__(self, door: HttpDoor) -> None:
+        self._door = door
+        self._models = door.models
+
+    def routes(self) -> list[Route]:
+        """Returns them."""
+        made = []
+        for path in (
+            "/v1/models/{model}",
+            "/v1/models/{model}/versions/{version}",
+            "/v1/models/{model}/labels/{label}",
+        ):
+            predict, status = refusing(self._predict), refusing(self._status)
+            made += [
+                Route(f"{path}:predict", predict, methods=["POST"]),
+                Route(path, status, methods=["GET"]),
+            ]
+        return made
+
+    async def _status(self, request: Request) -> Response:
+        model = self._models.model(request.path_params["model"])
+        version = version_of(request)
+        if version:
+            with model.routed(version) as one:
+                version = str(one.number)
+        rows = [
+            {
+                "version": str(number),
+                "state": _STATES[state],
+                "status": {
+                    "error_code": "UNKNOWN" if reason else "OK",
+                    "error_message": reason,
+                },
+            }
+            for number, state, reason in reversed(model.states)
+            if version in ("", str(number))
+        ]
+        if not rows:
+            raise ModelNotFoundError(f"{model.name} has no versions")
+        return JSONResponse({"model_version_status": rows})
+
+    async def _predict(self, request: Request) -> Response:
+        body = parsed(await self._door.body(request), allows_nan=True)
+        if unknown := body.keys() - _KEYS:
+            raise ModelInputError(
+                f"'{min(unknown):.40}' is none of {', '.join(sorted(_KEYS))}"
+            )
+        if ("instances" in body) == ("inputs" in body):
+            raise ModelInputError("send 'instances' or 'inputs', one of them")
+        model = self._models.model(request.path_params["model"])
+        key = request.headers.get(KEY, "")
+        with model.routed(version_of(request), key) as version:
+            name = body.get("signature_name", "")
+            if not isinstance(name, str):
+                raise ModelInputError("'signature_name' is a string")
+            signature = signature_of(version, name)
+            by_rows = "instances" in body
+            values = _by_rows(body, signature) if by_rows else _by_name(body, signature)
+            answer = await self._models.answer(version, name, values)
+        # As TensorFlow writes them: NaN and Infinity are words.
+        told = {"predictions": _rows(answer)} if by_rows else {"outputs": _all(answer)}
+        return Response(json.dumps(told), media_type="application/json")
+
+
+def _by_name(body: dict[str, Any], signature: Signature) -> dict[str, Array]:
+    given = body["inputs"]
+    if not isinstance(given, dict):
+        given = {_only(signature): given}
+    values: dict[str, Array] = {}
+    for name, value in given.items():
+        spec = signature.input(name)
+        put(values, spec, array_of_numbers(spec, value))
+    return values
+
+
+def _by_rows(body: dict[str, Any], signature: Signature) -> dict[str, Array]:
+    rows = body["instances"]
+    if not isinstance(rows, list) or not rows:
+        raise ModelInputError("'instances' is a list of one or more")
+    if not isinstance(rows[0], dict):
+        return _by_name({"inputs": {_only(signature): rows}}, signature)
+    if not all(isinstance(row, dict) and row.keys() == rows[0].keys() for row in rows):
+        raise ModelInputError("all of 'instances' have the same names")
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    return _by_name({"inputs": columns}, signature)
+
+
+def _only(signature: Signature) -> str:
+    if len(signature.inputs) != 1:
+        raise ModelInputError(
+            f"the model has several inputs ({listed(signature.inputs)}); name them"
+        )
+    return signature.inputs[0].name
+
+
+def _all(answer: Answer) -> Any:
+    found = {spec.name: as_list(spec, value) for spec, value in answer.outputs}
+    return next(iter(found.values())) if len(found) == 1 else found
+
+
+def _rows(answer: Answer) -> list[Any]:
+    found = {spec.name: as_list(spec, value) for spec, value in answer.outputs}
+    if len(found) == 1:
+        rows: list[Any] = next(iter(found.values()))
+        return rows
+    return [
+        dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)
+    ]

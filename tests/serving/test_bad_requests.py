@@ -1,0 +1,306 @@
+"""Requests that cannot be answered get one clear sentence, and the server goes on."""
+
+import json
+import socket
+import threading
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+import jgraph as jg
+from jgraph.errors import (
+    ConfigError,
+    DeadlineError,
+    InsecureError,
+    ModelInputError,
+    OverloadedError,
+)
+from jgraph.rpc.security.token import Token
+from jgraph.serving._pb import inference_pb2 as pb
+from jgraph.serving.model_options import ModelOptions
+from tests.support.exported import half_plus_three
+from tests.support.http_calls import call
+
+INFER = "/v2/models/half_plus_three/infer"
+GOOD = {"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}
+
+
+def told(server: jg.ModelServer, **change: Any) -> tuple[int, str]:
+    inputs = change.pop("inputs", [{**GOOD, **change}])
+    status, answer, _ = call(server, "POST", INFER, {"inputs": inputs})
+    return status, answer.get("error", "")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"name": "y"}, "'y' is no input of the model"),
+        ({"inputs": []}, "the input 'x' is missing"),
+        ({"inputs": [GOOD, GOOD]}, "there twice"),
+        ({"datatype": "FP64"}, "the model takes FP32"),
+        ({"datatype": "BYTES", "data": ["a"]}, "the model takes FP32"),
+        ({"shape": [1, 1]}, "has the shape [1,1]"),
+        ({"shape": [-1]}, "has the shape [-1]"),
+        ({"shape": [2**63]}, "has 1 values"),
+        ({"shape": [1] * 65}, "list of sizes"),
+        ({"shape": [10**9]}, "has 1 values"),
+        ({"shape": ["1"]}, "list of sizes"),
+        ({"data": ["1"]}, "no float32"),
+        ({"data": [[1], [1, 2]]}, "no array"),
+        ({"data": [1e39]}, "does not hold"),
+        ({"data": 1.0}, "list of values"),
+        ({"data": None}, "list of values"),
+        ({"parameters": {"binary_data_size": 4}}, "binary_data_size"),
+        ({"parameters": {"binary_data_size": -1}}, "binary_data_size"),
+    ],
+)
+def test_an_input_that_is_not_the_models_is_named(
+    change: dict[str, Any], says: str, server: jg.ModelServer
+) -> None:
+    status, error = told(server, **change)
+    assert status == 400
+    assert error.startswith("JG-603")
+    assert says in error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b"{" * 100_000,
+        b'{"inputs": [{"name": "x", "data": [NaN]}]}',
+        b'{"a": 1, "a": 2}',
+        b"\xef\xbb\xbf{}",
+        b"\xff\xfe",
+        b" " * 3_000_000,
+        b"[]",
+        b"",
+        b'{"inputs": 7}',
+        b'{"id": 7, "inputs": []}',
+        json.dumps({"inputs": [{**GOOD, "data": [1e400]}]}).encode(),
+        b'{"inputs": [{"name":"x","datatype":"FP32","shape":[1],"data":[1e400]}]}',
+        b'{"parameters": [], "inputs": []}',
+        b'{"parameters": {"timeout": "soon"}, "inputs": []}',
+    ],
+)
+def test_a_body_that_is_no_request_is_refused(
+    body: bytes, server: jg.ModelServer
+) -> None:
+    status, answer, _ = call(server, "POST", INFER, body)
+    assert (status, answer["code"]) == (400, "JG-603")
+    status, answer, _ = call(server, "POST", "/v1/models/ctr:predict", body)
+    assert (status, answer["code"]) == (400, "JG-603")
+
+
+@pytest.mark.parametrize("length", ["-1", "999999", "x", "1e2", "²", "9" * 400])
+def test_a_header_length_that_is_no_length_is_refused(
+    length: str, server: jg.ModelServer
+) -> None:
+    name = {"Inference-Header-Content-Length": length.encode("utf-8").decode("latin-1")}
+    assert call(server, "POST", INFER, {"inputs": [GOOD]}, name)[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/v2/models/nobody/infer", "this server has ctr, half_plus_three"),
+        ("/v2/models/half_plus_three/versions/9/infer", "it has 1"),
+        ("/v2/models/half_plus_three/labels/canary/infer", "it has stable"),
+    ],
+)
+def test_what_there_is_not_is_told_with_what_there_is(
+    path: str, says: str, server: jg.ModelServer
+) -> None:
+    status, answer, _ = call(server, "POST", path, {"inputs": [GOOD]})
+    assert (status, answer["code"]) == (404, "JG-601")
+    assert says in answer["error"]
+    with pytest.raises(jg.errors.ModelNotFoundError, match="serving_default"):
+        server.predict("ctr", {}, signature="other")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 421),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Encoding": "gzip"}, 415),
+        ({"Authorization": "Bearer x"}, 401),
+        ({"Authorization": ""}, 401),
+    ],
+)
+def test_who_may_not_ask_is_told_so_before_the_body_is_read(
+    headers: dict[str, str], status: int, server: jg.ModelServer
+) -> None:
+    assert call(server, "POST", INFER, {"inputs": [GOOD]}, headers)[0] == status
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}x",
+        b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"Content-Length: -2\r\n\r\n{}",
+    ],
+)
+def test_a_request_of_two_lengths_is_refused_and_the_connection_ended(
+    head: bytes, server: jg.ModelServer
+) -> None:
+    assert server.http_port is not None
+    begin = b"POST /v2/repository/index HTTP/1.1\r\nHost: localhost\r\n"
+    with socket.create_connection(("127.0.0.1", server.http_port), 10) as pipe:
+        pipe.sendall(begin + f"Authorization: Bearer {server.token.value}\r\n".encode())
+        pipe.sendall(head)
+        answer = b""
+        while chunk := pipe.recv(4096):
+            answer += chunk
+    assert answer.startswith(b"HTTP/1.1 400")
+
+
+def infer_request(**change: Any) -> pb.ModelInferRequest:
+    one: Any = {"name": "x", "datatype": "FP32", "shape": [1], **change}
+    request = pb.ModelInferRequest(model_name="half_plus_three", inputs=[one])
+    request.raw_input_contents.append(np.float32(1).tobytes())
+    return request
+
+
+def ask(
+    server: jg.ModelServer, request: pb.ModelInferRequest, timeout_s: float = 20
+) -> pb.ModelInferResponse:
+    with grpc.insecure_channel(server.grpc_target) as channel:
+        method = channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelInfer",
+            request_serializer=pb.ModelInferRequest.SerializeToString,
+            response_deserializer=pb.ModelInferResponse.FromString,
+        )
+        metadata = server.token.metadata
+        answer: pb.ModelInferResponse = method(
+            request, timeout=timeout_s, metadata=metadata
+        )
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("change", "raw"),
+    [
+        ({"contents": pb.InferTensorContents(fp32_contents=[1.0])}, 1),
+        ({}, 2),
+        ({"shape": [2]}, 1),
+        ({"shape": [2**62]}, 1),
+        ({"datatype": "INT32"}, 1),
+        ({"contents": pb.InferTensorContents(int_contents=[1])}, 0),
+        ({"contents": pb.InferTensorContents(fp32_contents=[1.0, 2.0])}, 0),
+    ],
+)
+def test_a_message_whose_parts_do_not_fit_is_an_invalid_argument(
+    change: dict[str, Any], raw: int, server: jg.ModelServer
+) -> None:
+    request = infer_request(**change)
+    del request.raw_input_contents[:]
+    request.raw_input_contents.extend([np.float32(1).tobytes()] * raw)
+    with pytest.raises(grpc.RpcError) as failed:
+        ask(server, request)
+    assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (failed.value.details() or "").startswith("JG-603")
+
+
+def test_contents_are_answered_as_contents(server: jg.ModelServer) -> None:
+    request = infer_request(contents=pb.InferTensorContents(fp32_contents=[1.0]))
+    del request.raw_input_contents[:]
+    answer = ask(server, request)
+    assert list(answer.outputs[0].contents.fp32_contents) == [3.5]
+
+
+def test_a_deadline_of_nothing_is_told(server: jg.ModelServer) -> None:
+    with pytest.raises(DeadlineError):
+        server.predict("half_plus_three", [1.0], timeout_s=1e-9)
+    body = {"inputs": [GOOD], "parameters": {"timeout": 1e-6}}
+    status, answer, _ = call(server, "POST", INFER, body)
+    assert (status, answer["code"]) == (504, "JG-133")
+
+
+def test_a_full_queue_is_no_outage(tmp_path: Any) -> None:
+    half_plus_three(tmp_path)
+    options = "[batching]\nmax_rows = 2\nmax_queued_rows = 4\nmax_delay_ms = 60000\n"
+    (tmp_path / "half_plus_three" / "model.toml").write_text(options)
+    with jg.serve(tmp_path) as server:
+        assert server.predict("half_plus_three", [1, 2])["y"].tolist() == [3.5, 4.0]
+        with pytest.raises(jg.errors.MessageTooLargeError, match="5 rows, and 4"):
+            server.predict("half_plus_three", [1] * 5)
+        body = {"inputs": [{**GOOD, "shape": [5], "data": [1] * 5}]}
+        assert call(server, "POST", INFER, body)[0] == 413
+        assert call(server, "GET", "/v2/health/ready")[0] == 200
+
+
+def test_control_needs_leave(models: Any) -> None:
+    with jg.serve(models) as server:
+        for what in ("load", "unload"):
+            path = f"/v2/repository/models/mean/{what}"
+            status, answer, _ = call(server, "POST", path)
+            assert (status, answer["code"]) == (403, "JG-115")
+
+
+def test_a_server_does_not_let_strangers_in_by_mistake(
+    models: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InsecureError, match="--tls-cert"):
+        jg.serve(models, bind="0.0.0.0")
+    token = Token.make(tmp_path / "token")
+    monkeypatch.setenv("JGRAPH_TOKEN_FILE", str(token.path))
+    with pytest.raises(ConfigError, match="token of a cluster"):
+        jg.serve(models, token_file=token.path)
+    with pytest.raises(ConfigError, match="holds no exported models"):
+        jg.serve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[batching]\nmax_rows = 0",
+        "[batching]\nbuckets = [4, 2]",
+        "[batching]\nmax_rows = 8\nbuckets = [1, 4]",
+        "[batching]\nslots = true",
+        "[batching]\nmax_row = 8",
+        "[batching]\ntimeout_ms = 0",
+        "[versions]\nnewest = -1",
+        "[other]\na = 1",
+        "max_rows",
+    ],
+)
+def test_options_that_mean_nothing_are_refused(text: str) -> None:
+    with pytest.raises((ValueError, ConfigError)):
+        ModelOptions.of(text)
+
+
+def test_one_bad_request_of_many_hurts_nobody(server: jg.ModelServer) -> None:
+    wrong: list[object] = []
+
+    def ask_many(bad: int) -> None:
+        try:
+            for number in range(30):
+                x = np.array([number], np.float32)
+                found = server.predict("half_plus_three", x)["y"].tolist()
+                if found != [number / 2 + 3]:
+                    wrong.append((number, found))
+                if bad:
+                    with pytest.raises(ModelInputError):
+                        server.predict("half_plus_three", np.zeros((1, 1), np.float32))
+        except Exception as error:  # noqa: BLE001  # is shown below
+            wrong.append(error)
+
+    threads = [threading.Thread(target=ask_many, args=(n % 2,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+
+
+def test_an_overload_says_when_to_come_again() -> None:
+    error = OverloadedError("full", retry_after_s=3)
+    from jgraph.serving.refusals import Refusal
+
+    refusal = Refusal(error)
+    assert (refusal.http_status, refusal.retry_after_s) == (429, 3)

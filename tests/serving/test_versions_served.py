@@ -1,0 +1,203 @@
+"""New versions, labels and the end of a server cost no request."""
+
+import http.client
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jgraph as jg
+from jgraph.clock import SystemClock
+from jgraph.errors import ModelNotReadyError
+from tests.support.exported import half_plus_three
+from tests.support.http_calls import call
+
+X = np.zeros((1, 4), np.float32)
+
+
+def constant(models: Path, value: float, **options: Any) -> jg.ExportedModel:
+    w = np.full(4, value, np.float32)
+    return jg.export(lambda w, x: x + w, X, models / "m", params=w, **options)
+
+
+class Load:
+    """Requests without an end, from several threads."""
+
+    def __init__(self, server: jg.ModelServer, threads: int = 3) -> None:
+        self.server = server
+        self.stop = threading.Event()
+        self.failed: list[object] = []
+        self.answers: set[float] = set()
+        self.count = itertools.count()
+        self.threads = [threading.Thread(target=self.ask) for _ in range(threads)]
+
+    def ask(self) -> None:
+        try:
+            while not self.stop.is_set():
+                found = self.server.predict("m", X)["y"]
+                self.answers.add(float(found[0, 0]))
+                next(self.count)
+        except Exception as error:  # noqa: BLE001  # is shown by the test
+            self.failed.append(error)
+
+
+@contextmanager
+def load_on(server: jg.ModelServer) -> Iterator[Load]:
+    load = Load(server)
+    for thread in load.threads:
+        thread.start()
+    try:
+        yield load
+    finally:
+        load.stop.set()
+        for thread in load.threads:
+            thread.join(60)
+
+
+@pytest.mark.slow
+def test_twenty_versions_under_load_fail_no_request_and_compile_nothing(
+    tmp_path: Path,
+) -> None:
+    constant(tmp_path, 1)
+    with jg.serve(tmp_path, http_port=None, watch_s=3600) as server:
+        compiled = server.compilations
+        assert compiled > 0
+        with load_on(server) as load:
+            for version in range(2, 22):
+                constant(tmp_path, version)
+                server.refresh()
+                found = server.predict("m", X)["y"][0, 0]
+                assert found == version
+        assert not load.failed
+        assert next(load.count) > 20
+        assert server.compilations == compiled
+        states = [row["state"] for row in server.status()]
+        assert states == ["UNLOADED"] * 20 + ["READY"]
+
+
+def test_a_version_that_is_damaged_or_half_there_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    first = constant(tmp_path, 1)
+    with jg.serve(tmp_path, http_port=None, watch_s=3600) as server:
+        (tmp_path / "m" / "2" / "arrays").mkdir(parents=True)  # being copied
+        server.refresh()
+        assert [row["version"] for row in server.status()] == ["1"]
+        shutil.copytree(first.path, tmp_path / "m" / "3")
+        (tmp_path / "m" / "3" / "arrays" / "params" / "0").write_bytes(bytes(16))
+        server.refresh()
+        assert server.predict("m", X)["y"][0, 0] == 1
+        (row,) = [row for row in server.status() if row["version"] == "3"]
+        assert row["state"] == "FAILED"
+        assert "is not what was exported" in row["reason"]
+        shutil.rmtree(first.path)
+        shutil.rmtree(tmp_path / "m" / "3")
+        server.refresh()
+        assert server.predict("m", X)["y"][0, 0] == 1  # from memory
+
+
+def test_labels_move_by_file_and_a_bad_file_moves_nothing(tmp_path: Path) -> None:
+    constant(tmp_path, 1, label="stable")
+    constant(tmp_path, 2)
+    with jg.serve(tmp_path, watch_s=3600) as server:
+        assert server.predict("m", X, version="label:stable")["y"][0, 0] == 1
+        assert server.predict("m", X)["y"][0, 0] == 2
+        for text in ("{", '{"7": 1}', '{"stable": 2, "split": {"stable": 101}}'):
+            (tmp_path / "m" / "labels.json").write_text(text)
+            server.refresh()
+            assert server.predict("m", X, version="label:stable")["y"][0, 0] == 1
+        (tmp_path / "m" / "labels.json").write_text('{"stable": 1}')
+        server.set_label("m", "stable", 2)
+        assert server.predict("m", X, version="label:stable")["y"][0, 0] == 2
+        (tmp_path / "m" / "labels.json").write_text('{"stable": 2, "next": 9}')
+        server.refresh()
+        with pytest.raises(ModelNotReadyError, match="version 9"):
+            server.predict("m", X, version="label:next")
+        assert server.labels("m") == {"stable": 2}
+
+
+def test_a_split_sends_a_key_to_the_same_version_each_time(tmp_path: Path) -> None:
+    constant(tmp_path, 1)
+    constant(tmp_path, 2)
+    labels = {"a": 1, "b": 2, "split": {"a": 50, "b": 50}}
+    (tmp_path / "m" / "labels.json").write_text(json.dumps(labels))
+    with jg.serve(tmp_path, watch_s=3600) as server:
+
+        def version_for(key: str) -> str:
+            one = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [0] * 4}
+            body = {"id": key, "inputs": [one]}
+            answer = call(server, "POST", "/v2/models/m/infer", body)[1]
+            return str(answer["model_version"])
+
+        found = {key: version_for(key) for key in map(str, range(40))}
+        assert set(found.values()) == {"1", "2"}
+        assert all(version_for(key) == found[key] for key in list(found)[:5])
+
+
+def asked(port: int, token: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    body = b'{"instances": [1.0]}'
+    headers = {"Authorization": f"Bearer {token}"}
+    headers["Content-Type"] = "application/json"
+    connection.request("POST", "/v1/models/half_plus_three:predict", body, headers)
+    answer = connection.getresponse()
+    answer.read()
+    connection.close()
+    return answer.status
+
+
+@pytest.mark.slow
+@pytest.mark.procs
+def test_a_server_that_is_told_to_end_answers_what_it_has(tmp_path: Path) -> None:
+    half_plus_three(tmp_path / "models")
+    command = [sys.executable, "-m", "jgraph", "serve", str(tmp_path / "models")]
+    ports = ["--http-port", "0", "--grpc-port", "0", "--drain-s", "1", "--json"]
+    home = {**os.environ, "JGRAPH_HOME": str(tmp_path)}
+    process = subprocess.Popen(
+        [*command, *ports], stdout=subprocess.PIPE, text=True, env=home
+    )
+    try:
+        assert process.stdout is not None
+        facts = json.loads(process.stdout.readline())
+        port = int(facts["http"].rpartition(":")[2])
+        token = Path(facts["token_file"]).read_text().strip()
+        told: list[int] = []
+        refused, clock = threading.Event(), SystemClock()
+        ended: list[float] = []
+
+        def ask() -> None:
+            while not refused.is_set():
+                try:
+                    told.append(asked(port, token))
+                except ConnectionError:  # it listens no more, or it read nothing
+                    ended.append(clock.now())
+                    refused.set()
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        while len(told) < 30 and not refused.is_set():
+            threading.Event().wait(0.01)
+        process.send_signal(signal.SIGTERM)
+        told_to_end = clock.now()
+        assert process.wait(60) == 0
+        for thread in threads:
+            thread.join(30)
+        # While it drains it answers as before; then it says 503, or listens no more.
+        assert min(ended) - told_to_end > 0.9
+        assert set(told) <= {200, 503}
+        assert told.count(200) >= 30
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
