@@ -45,7 +45,7 @@ def test_the_examples_of_the_readme_run(number: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "guide",
     [
-        *("checkpoints", "concepts", "data"),
+        *("checkpoints", "concepts", "data", "serving"),
         *(
             pytest.param(guide, marks=pytest.mark.nightly)
             for guide in (

@@ -28,6 +28,8 @@ ELSEWHERE = {
     "up --hosts": "tests/launch/test_ssh.py::"
     "test_tasks_on_hosts_end_when_their_command_is_killed",
     "top": UP,
+    "serve": "tests/serving/test_versions_served.py::"
+    "test_a_server_that_is_told_to_end_answers_what_it_has",
     "logs": UP,
     "dashboard": "tests/dashboard/test_command.py::"
     "test_the_command_serves_until_it_is_told_to_end",
@@ -93,6 +95,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     trainer.fit(data(), steps=6, batch_size=8, progress=False, checkpoint=saved)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "flax_run", {"params": {"w": np.zeros(3)}})
+    jg.export(lambda x: x / 2 + 3, np.zeros(1, np.float32), "models/line")
     yield tmp_path
     if find("default") is not None:
         with pytest.raises(SystemExit):

@@ -23,6 +23,7 @@ from jgraph.serving.model_options import ModelOptions
 from tests.support.exported import half_plus_three
 from tests.support.http_calls import call
 
+pytestmark = pytest.mark.bad_input_row(24)
 INFER = "/v2/models/half_plus_three/infer"
 GOOD = {"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}
 
