@@ -31,6 +31,7 @@ from benchmarks import (
     rows,
     scale,
     selection,
+    serving,
     session,
     split,
     startup,
@@ -447,3 +448,15 @@ def test_what_is_cut_out_to_measure_guarantees_is_there() -> None:
     package = Path(jgraph.__file__).parent
     for name, code, _ in guarantees.CUTS:
         assert (package / name).read_text(encoding="utf-8").count(code) == 1
+
+
+@pytest.mark.nightly  # smaller: tests/serving
+@pytest.mark.slow
+@pytest.mark.procs
+def test_a_model_server_is_compared_with_an_echo(bench: Bench) -> None:
+    tiny = "--seconds 0.2 --rounds 1 --megabytes 1 --versions 2 --rows"
+    lines = bench(serving.main, tiny)
+    assert [line["row"] for line in lines if "row" in line] == [1, 3, 4, 5, 8]
+    (swap,) = [line for line in lines if line.get("what") == "swap"]
+    assert swap["failed"] == 0
+    assert swap["asked"] > 0
