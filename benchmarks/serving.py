@@ -184,7 +184,7 @@ def calls(
 
     def made() -> tuple[grpc.aio.Channel, Callable[[], Awaitable[Any]]]:
         channel = grpc.aio.insecure_channel(target)
-        method = channel.unary_unary(ECHO if server is None else INFER)
+        method = channel.unary_unary(ECHO if server is None else INFER, None, None)
         metadata = () if server is None else server.metadata
         return channel, lambda: method(data, metadata=metadata, timeout=60)
 
