@@ -56,7 +56,7 @@ class ArbiterLoop:
       ask_master: asks whether the master is there; None: it is here.
 
     Attributes:
-      told: what it tells.
+      record: what it reports.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ArbiterLoop:
         self._events: deque[Event] = deque()
         self._handling = False
         self._progress_at = clock.now()
-        self.told = LoopReports(clock)
+        self.record = LoopReports(clock)
         self._timer: asyncio.TimerHandle | None = None
         self._lease: MasterLease | None = None
         if ask_master is not None:
@@ -146,7 +146,7 @@ class ArbiterLoop:
         if self._lease is not None:
             self._lease.begin()
         try:
-            async for report in self.told.stream():
+            async for report in self.record.stream():
                 yield report
         finally:
             self.stop()  # the watcher may be gone
@@ -163,12 +163,12 @@ class ArbiterLoop:
         if ended or self._machine.halted is not None:
             self._progress_at = self._clock.now()  # it is not this update's fault
         limit = self._order.step_timeout_s
-        left = self._progress_at + limit - self._clock.now()
-        if left <= 0:
+        remaining_s = self._progress_at + limit - self._clock.now()
+        if remaining_s <= 0:
             self._take(TimeIsUp(limit))
             return
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(left, self._watch_time)
+        self._timer = loop.call_later(remaining_s, self._watch_time)
 
     def _take(self, event: Event) -> None:
         # One after the other: carrying out an instruction may bring the next event.
@@ -207,7 +207,7 @@ class ArbiterLoop:
                 error = self._finite.take(fetches, version, where)
                 unwell.extend([error] if error else [])
             if not unwell:
-                self.told.add(version, [*fetches, np.array(count, np.int32)])
+                self.record.add(version, [*fetches, np.array(count, np.int32)])
 
         def over(error: JGError | None) -> None:
             if error is not None:
@@ -218,7 +218,7 @@ class ArbiterLoop:
                 return
             self._progress_at = self._clock.now()
             self._take(Applied())
-            silent_s = self._progress_at - self.told.reported_at
+            silent_s = self._progress_at - self.record.reported_at
             if silent_s >= self._order.report_every_s:
                 self._report("running")
 
@@ -240,7 +240,7 @@ class ArbiterLoop:
         self._gates.close(self._gate, over if in_order else error or over)
         if in_order:
             self._report("running" if error else state)
-        self.told.end(error)
+        self.record.end(error)
 
     def _report(self, state: str, halted: int = 0) -> None:
         dropped: dict[str, int] = {
@@ -248,7 +248,7 @@ class ArbiterLoop:
             for handle, count in self._machine.dropped.items()
         }
         position = json.dumps(self._data.state())
-        self.told.send(
+        self.record.send(
             pb.LoopReport(
                 state=state, dropped=dropped, data_position=position, halted=halted
             )

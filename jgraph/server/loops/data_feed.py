@@ -83,10 +83,8 @@ class BatchReader:
         """Calls ``then`` with a batch, an error, or None if the client has no more."""
         source = self._source
         if isinstance(source, FedReader):
-            found = partial(self._want, source, lease, index, then)
-            self._shell.submit(
-                lambda: self._plan.where(lease, index), found, self._cost
-            )
+            want = partial(self._want, source, lease, index, then)
+            self._shell.submit(lambda: self._plan.where(lease, index), want, self._cost)
         else:
             self._shell.submit(
                 lambda: self._numbered(lease, index, source.read(lease, index)),
@@ -112,11 +110,11 @@ class BatchReader:
         lease: Lease,
         index: int,
         then: Taken,
-        found: list[Piece] | BaseException,
+        pieces: list[Piece] | BaseException,
     ) -> None:
         """Wants a batch of the client, whose place in the data is known by now."""
-        if isinstance(found, BaseException):
-            then(found)
+        if isinstance(pieces, BaseException):
+            then(pieces)
             return
 
         def came(fields: dict[str, Any] | BaseException | None) -> None:
@@ -125,7 +123,7 @@ class BatchReader:
             else:
                 then(self._numbered(lease, index, fields))
 
-        (piece,) = found  # what only the client can read is one part
+        (piece,) = pieces  # what only the client can read is one part
         batch = self._plan.number(lease.epoch, lease.slot, index)
         fed.want(piece.part, piece.rows, batch, came)
 

@@ -53,7 +53,7 @@ class LoopRun:
       clock: time for reports.
 
     Attributes:
-      told: what it tells.
+      record: what it reports.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LoopRun:
         )
         self._events: deque[Event] = deque()
         self._turn_used = False
-        self.told = LoopReports(clock)
+        self.record = LoopReports(clock)
         self._halts = HaltTimer(order.loop, self.go_on)
         # Where the time goes: seconds by part since the last report.
         self._wanted_at = self._started_at = self._computed_at = clock.now()
@@ -126,7 +126,7 @@ class LoopRun:
         """
         self._take(LoopStarted())
         try:
-            async for report in self.told.stream():
+            async for report in self.record.stream():
                 yield report
         finally:
             self.stop()  # the watcher may be gone
@@ -152,7 +152,7 @@ class LoopRun:
                         self._report("running")
                     case Tell():
                         done = self._feed.done
-                        self.told.tell(pb.LoopReport(state="running", data_done=done))
+                        self.record.tell(pb.LoopReport(state="running", data_done=done))
                     case Halted(number, in_flight):
                         self._report("running", number, in_flight)
                     case End(state, error):
@@ -226,7 +226,7 @@ class LoopRun:
             where = f"of replica {replica}"
             error = self._finite.take(fetches, step, where, replica)
         if error is None:
-            self.told.add(step, fetches)
+            self.record.add(step, fetches)
             self._take(StepComputed(step))
         else:
             self._unwell = step
@@ -256,12 +256,12 @@ class LoopRun:
         self._feed.close()
         if error is None:
             self._report("left" if self._leaving and state == "stopped" else state)
-        self.told.end(error)
+        self.record.end(error)
 
     def _report(self, state: str, halted: int = 0, in_flight: int = 0) -> None:
         times, self._times = self._times, defaultdict(float)
         dropped = {self._order.task: self._refused} if self._refused else {}
-        self.told.send(
+        self.record.send(
             pb.LoopReport(
                 state=state,
                 times=times,

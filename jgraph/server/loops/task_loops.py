@@ -175,10 +175,10 @@ class TaskLoops:
         self._none.clear()
         if isinstance(loop, ArbiterLoop):
             self._dealers.loop_begins(order.loop, loop)
-        for told in [told for told in self._early if told.loop == order.loop]:
-            self._early.remove(told)
+        for early in [one for one in self._early if one.loop == order.loop]:
+            self._early.remove(early)
             # When it has begun.
-            asyncio.get_running_loop().call_soon(self._tell, told)
+            asyncio.get_running_loop().call_soon(self._tell, early)
         try:
             async for report in loop.reports():
                 yield report
@@ -191,7 +191,7 @@ class TaskLoops:
                 self._dealers.loop_ends(order.loop)
 
     def _keep(self, name: str, loop: LoopRun | ArbiterLoop) -> None:
-        self._ended[name] = loop.told
+        self._ended[name] = loop.record
         if len(self._ended) > _KEPT:
             self._ended.popitem(last=False)
 
@@ -315,14 +315,14 @@ class TaskLoops:
         self._gates.open(order)
         yield frame(empty=pb.Empty())
 
-    def _tell(self, told: pb.StopLoop) -> None:
-        loop = self._loops.get(told.loop)
-        if isinstance(loop, ArbiterLoop) and told.lost:
-            loop.peer_lost(TaskName(told.lost))
-        elif isinstance(loop, LoopRun) and told.halt:
-            loop.halt(told.halt, bounded_s(told.timeout_s))
+    def _tell(self, order: pb.StopLoop) -> None:
+        loop = self._loops.get(order.loop)
+        if isinstance(loop, ArbiterLoop) and order.lost:
+            loop.peer_lost(TaskName(order.lost))
+        elif isinstance(loop, LoopRun) and order.halt:
+            loop.halt(order.halt, bounded_s(order.timeout_s))
         elif loop is not None:
-            self._stop(loop, pause=told.pause)
+            self._stop(loop, pause=order.pause)
 
     def _stop(self, loop: LoopRun | ArbiterLoop, *, pause: bool) -> None:
         if isinstance(loop, ArbiterLoop):
@@ -331,15 +331,15 @@ class TaskLoops:
             loop.stop()
 
     async def _account(self, order: pb.StopLoop) -> Frame:
-        loop, told = self._loops.get(order.loop), self._ended.get(order.loop)
+        loop, record = self._loops.get(order.loop), self._ended.get(order.loop)
         if loop is not None:
             self._stop(loop, pause=order.pause)
-            told = loop.told
-        if told is None:
+            record = loop.record
+        if record is None:
             raise TaskLostError(
                 f"{self._task} knows of no loop '{order.loop}': it was never begun "
                 "there, or the task was started again, or ended it many loops ago",
                 task=self._task,
                 loop=order.loop,
             )
-        return await told.account(order.after, bounded_s(order.timeout_s))
+        return await record.account(order.after, bounded_s(order.timeout_s))

@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any, Final, final
 
 from jgraph.clock import Clock
-from jgraph.cluster.deadlines import DRAIN_S
 from jgraph.cluster.drain import told_to_end
 from jgraph.coordination.run.loop_outcome import LoopOutcome, judge
 from jgraph.coordination.run.supervisor import (
@@ -64,12 +63,12 @@ from jgraph.server.runs.links import final_report_of
 from jgraph.server.runs.losses import RunLosses
 from jgraph.server.runs.peers import (
     LoopPeers,
-    Peers,
     check_master,
     ready_tasks,
 )
 from jgraph.server.runs.ps_setup import PsSetup
 from jgraph.server.runs.rollback import Rollback, RolledBack, position_of
+from jgraph.server.runs.rounds import next_order, open_round_gates
 from jgraph.server.runs.run_client import Restarters, RunClient
 from jgraph.server.runs.saving.checkpointer import Saved
 from jgraph.server.runs.saving.run_saving import RunSaving
@@ -741,44 +740,3 @@ def _ended(order: pb.RunLoop, state: str) -> Event:
     if order.HasField("sync"):
         return RoundEnded(state)
     return LoopEnded(order.replica, state)
-
-
-def next_order(order: pb.RunLoop, number: int) -> pb.RunLoop:
-    """Returns the order of the loop that comes after another one, the next of a run."""
-    after = pb.RunLoop()
-    after.CopyFrom(order)
-    first = order.loop.partition("~")[0]
-    after.loop = f"{first}~{order.term}.{number}"
-    return after
-
-
-async def open_round_gates(
-    peers: Peers, deciding: pb.RunLoop, orders: Sequence[pb.RunLoop]
-) -> None:
-    """Opens the gates for the next row of loops of synchronous training.
-
-    Args:
-      peers: to the tasks.
-      deciding: of the loop that decides; is told who takes part.
-      orders: of those that do.
-
-    Raises:
-      JGError: a gate does not open.
-    """
-    sync = deciding.sync
-    sync.handles[:] = [order.handle for order in orders]
-    sync.tasks[:] = [order.task for order in orders]
-    gate = pb.OpenGate(
-        gate=sync.gate,
-        shards=sync.shards,
-        synchronous=True,
-        version=sync.version,
-        opening=deciding.loop,
-        run=deciding.run,
-        term=deciding.term,
-    )
-    for shard in map(TaskName, sync.shards):
-        request = frame(open_gate=gate)
-        await peers.call(shard, "OpenGate", request, timeout_s=DRAIN_S)
-    for order in (deciding, *orders):
-        order.data_run = deciding.loop
