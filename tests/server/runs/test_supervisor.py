@@ -33,6 +33,7 @@ from tests.support.counting import BATCH, IDS, after, trainer
 from tests.support.loop_orders import SetClock, contributing, deciding
 from tests.support.run_async import run_async
 from tests.support.servers import Servers
+from tests.support.stopping import once
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -60,12 +61,15 @@ def test_master_that_was_replaced_takes_no_worker_back(
             IDS,
             steps=20_000,  # a second has some 2,000; nobody could stop more
             batch_size=BATCH,
-            callbacks=[after(20, replace_master)],
+            callbacks=[
+                after(20, replace_master),
+                once(lambda run: cluster.master != WORKERS[0]),
+            ],
             progress=False,
             detached=True,
         )
         # The next master is lost, it seems: a standby is the one after it.
-        assert run.state == "done"
+        assert run.state == "stopped"
         (info,) = other.runs()
         assert info.term > 2
         assert info.master != WORKERS[0]
