@@ -32,6 +32,7 @@ PAGES: Final = {
 GROUPS: Final = {
     "Training": ["Trainer", "AsyncPS", "SyncPS", "Local", "Checkpoints", "Source"],
     "Callbacks": ["EarlyStopping", "NanGuard", "StopAtStep", "TensorBoard"],
+    "Serving": ["export", "ExportedModel", "serve", "ModelServer"],
     "Graphs": ["function", "Variable", "device", "colocate_with", "tap", "mesh"],
     "Models on several tasks": ["Pipeline", "towers", "auto", "CostModel"],
     "Tables": [

@@ -41,6 +41,7 @@ CALLS: Final = "tests/rpc/test_calls_resume.py::"
 OUTBOX: Final = "tests/rpc/resumable/test_outbox.py::"
 ROWS: Final = "tests/plan/test_shard_rows.py::"
 BAGS: Final = "tests/train/tables/test_bags.py::"
+TOGETHER: Final = "tests/serving/test_function_queue.py"
 PATHS: Final = (
     "tests/train/test_row_paths.py::test_rows_are_trained_as_a_plain_loop_trains_them"
 )
@@ -566,6 +567,36 @@ BUGS: Final = {
         "tests/train/step/test_compress.py::"
         "test_rounding_of_contributions_that_are_dropped_is_made_good"
         "[int8-True-200]",
+    ),
+    "a label moves before its version can answer": Bug(
+        "coordination/serving/versions.py",
+        "label: version if version in ready else self._labels.get(label)",
+        "label: version",
+        f"{TRANSCRIPT}[serving/versions/labels]",
+    ),
+    "the deadline of a request that waits is not looked at": Bug(
+        "coordination/serving/batching.py",
+        "late = self._drop(lambda one: one.deadline <= now)",
+        "late = self._drop(lambda one: False)",
+        f"{TRANSCRIPT}[serving/batching/refuse]",
+    ),
+    "the queue of a model has no end": Bug(
+        "coordination/serving/batching.py",
+        "if self.queued_rows + rows > self._limits.max_queued_rows else None",
+        "if rows < 0 else None",
+        f"{TRANSCRIPT}[serving/batching/refuse]",
+    ),
+    "a request gets the rows of another one of its batch": Bug(
+        "serving/function_queue.py",
+        "mine = [one[at : at + piece.rows] for one in outputs]",
+        "mine = [one[: piece.rows] for one in outputs]",
+        f"{TOGETHER}::test_requests_that_run_together_get_their_own_rows",
+    ),
+    "the digest of an exported program is not compared": Bug(
+        "runtime/compiled/compile_cache.py",
+        "if hashlib.sha256(code.exported).hexdigest() != code.digest:",
+        "if not code.digest:",
+        "tests/serving/test_export.py::test_code_is_not_parsed_before_its_digest_fits",
     ),
 }
 QUICK: Final = (

@@ -1,8 +1,11 @@
 """Requests that cannot be answered get one clear sentence, and the server goes on."""
 
+import http.client
 import json
 import socket
+import ssl
 import threading
+import urllib.request
 from typing import Any
 
 import grpc
@@ -17,6 +20,8 @@ from jgraph.errors import (
     ModelInputError,
     OverloadedError,
 )
+from jgraph.graph.ir import TaskName
+from jgraph.rpc.security.certificates import make_certificates
 from jgraph.rpc.security.token import Token
 from jgraph.serving._pb import inference_pb2 as pb
 from jgraph.serving.model_options import ModelOptions
@@ -305,3 +310,33 @@ def test_an_overload_says_when_to_come_again() -> None:
 
     refusal = Refusal(error)
     assert (refusal.http_status, refusal.retry_after_s) == (429, 3)
+
+
+def test_with_a_certificate_both_protocols_speak_tls_only(
+    models: Any, tmp_path: Any
+) -> None:
+    make_certificates(tmp_path / "certs", [TaskName("/job:serve/task:0")])
+    files = [tmp_path / "certs" / f"serve-0.{end}" for end in ("crt", "key")]
+    authority = tmp_path / "certs" / "ca.crt"
+    with jg.serve(models, tls=(files[0], files[1])) as server:
+        assert server.url.startswith("https://")
+        context = ssl.create_default_context(cafile=authority)
+        context.check_hostname = False  # the certificate is of serve-0.jgraph
+        ready = f"{server.url}/v2/health/ready"
+        with urllib.request.urlopen(ready, timeout=20, context=context) as answer:
+            assert json.load(answer) == {"ready": True}
+        credentials = grpc.ssl_channel_credentials(authority.read_bytes())
+        name = [("grpc.ssl_target_name_override", "serve-0.jgraph")]
+        with grpc.secure_channel(server.grpc_target, credentials, name) as channel:
+            method = channel.unary_unary(
+                "/inference.GRPCInferenceService/ServerReady",
+                request_serializer=pb.ServerReadyRequest.SerializeToString,
+                response_deserializer=pb.ServerReadyResponse.FromString,
+            )
+            assert method(pb.ServerReadyRequest(), timeout=20).ready
+        assert server.http_port is not None
+        plain = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=20)
+        plain.request("GET", "/v2/health/ready")
+        with pytest.raises((ConnectionError, http.client.HTTPException)):
+            plain.getresponse()
+        plain.close()

@@ -1,0 +1,109 @@
+"""Requests that wait together run together, and each gets its own answer."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jgraph.clock import SystemClock
+from jgraph.coordination.serving.batching import Limits
+from jgraph.errors import OverloadedError
+from jgraph.serving.exported_model import LoadedFunction
+from jgraph.serving.function_queue import FunctionQueue
+from jgraph.serving.signature import Array, Signature, TensorSpec
+from jgraph.serving.statistics import Statistics
+
+SPEC = TensorSpec("x", "float32", (None,))
+SIGNATURE = Signature(
+    "0" * 64, (SPEC,), (SPEC,), is_batched=True, rows_independent=True
+)
+
+
+class Gate:
+    """Code that waits, the first time, until it is let go; doubles its input."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.sizes: list[int] = []
+
+    def __call__(self, x: Array) -> Sequence[Any]:
+        assert self.open.wait(20)
+        self.sizes.append(len(x))
+        return [x * 2]
+
+
+def answered(rows: Sequence[int], limits: Limits) -> tuple[list[Any], Gate, Statistics]:
+    """Answers, or errors, of requests that come while the first is under way."""
+    gate, statistics = Gate(), Statistics()
+
+    async def ask() -> list[Any]:
+        with ThreadPoolExecutor(1) as threads:
+            queue = FunctionQueue(
+                LoadedFunction(SIGNATURE, gate, ()),
+                limits,
+                statistics,
+                SystemClock(),
+                threads,
+            )
+            asked = []
+            for number, count in enumerate(rows):
+                x = np.full(count, number, np.float32)
+                deadline = SystemClock().now() + 20
+                asked.append(asyncio.create_task(queue.answer([x], count, deadline)))
+                await asyncio.sleep(0)
+            gate.open.set()
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    return asyncio.run(ask()), gate, statistics
+
+
+def test_requests_that_run_together_get_their_own_rows() -> None:
+    rows = [1, 2, 1, 3, 9]
+    answers, gate, statistics = answered(rows, Limits(max_rows=8, buckets=(1, 8)))
+    for number, (count, answer) in enumerate(zip(rows, answers, strict=True)):
+        assert answer[0].tolist() == [number * 2.0] * count
+    assert len(gate.sizes) < len(rows)
+    assert set(gate.sizes) <= {1, 8}
+    assert statistics.success.count == len(rows)
+    assert statistics.rows == sum(rows)
+
+
+def test_a_request_for_which_there_is_no_room_is_told_when_to_come_again() -> None:
+    limits = Limits(max_rows=1, buckets=(1,), max_queued_rows=2)
+    answers, _, statistics = answered([1] * 5, limits)
+    refused = [answer for answer in answers if isinstance(answer, OverloadedError)]
+    assert len(refused) == 2
+    assert refused[0].details["retry_after_s"] >= 1
+    assert statistics.refused == {"JG-604": 2}
+
+
+def test_an_error_of_the_code_is_told_to_all_of_its_batch_and_ends_nothing() -> None:
+    class Broken(Gate):
+        def __call__(self, x: Array) -> Sequence[Any]:
+            found = super().__call__(x)
+            if len(self.sizes) == 1:
+                raise ValueError("bad")
+            return found
+
+    gate = Broken()
+    gate.open.set()
+
+    async def ask() -> list[Any]:
+        with ThreadPoolExecutor(1) as threads:
+            queue = FunctionQueue(
+                LoadedFunction(SIGNATURE, gate, ()),
+                Limits(),
+                Statistics(),
+                SystemClock(),
+                threads,
+            )
+            x, deadline = np.ones(1, np.float32), SystemClock().now() + 20
+            with pytest.raises(ValueError, match="bad"):
+                await queue.answer([x], 1, deadline)
+            return await queue.answer([x], 1, deadline)
+
+    assert asyncio.run(ask())[0].tolist() == [2.0]
