@@ -23,7 +23,7 @@ from jgraph.cli.options import (
 from jgraph.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jgraph.dashboard.serve import Closable
+    from jgraph.dashboard.app import Source
 
 
 def dashboard(
@@ -129,7 +129,7 @@ def _source(
     timeout_s: float,
     tls_dir: Path | None,
     token_file: Path | None,
-) -> "Iterator[Closable]":
+) -> "Iterator[Source]":
     from jgraph.dashboard.sources import LiveSource, ReplaySource
 
     if replay is not None:
@@ -149,7 +149,10 @@ def _source(
                 "a directory of yours with --journal"
             ) from error
         source.poller.start()
-        yield source
+        try:
+            yield source
+        finally:
+            source.close()
 
 
 def _seconds(at: str) -> float:

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Final, final
 
@@ -131,6 +132,8 @@ class Poller:
                     self._take(fact)
                 if self._stop.is_set():
                     return
+        except CancelledError:
+            return  # the connection was closed here
         except JGError as error:
             # That it failed, or has another master, shows in the list of runs.
             _LOG.info("run '%s' is not followed any more: %s", run.name, error)

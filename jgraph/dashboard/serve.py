@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -25,13 +25,6 @@ _HEAD_BYTES: Final = 64 << 10
 _HEAD_S: Final = 10.0
 _CONNECTIONS: Final = 256
 _END_S: Final = 3
-
-
-class Closable(Source, Protocol):
-    """What is shown, and closed at the end."""
-
-    def close(self) -> None:
-        """Asks no more."""
 
 
 @final
@@ -73,7 +66,7 @@ class DashboardServer:
       PortInUseError: something listens there.
     """
 
-    def __init__(self, source: Closable, options: Options) -> None:
+    def __init__(self, source: Source, options: Options) -> None:
         if options.bind not in _LOOPBACK:
             raise InsecureError(
                 f"a dashboard speaks plain HTTP, and --bind {options.bind} can be "
@@ -82,7 +75,6 @@ class DashboardServer:
             )
         for origin in options.embed_origins:
             _check_origin(origin)
-        self._source = source
         self._socket = _bound(options.bind, options.port)
         self.port = self._socket.getsockname()[1]
         token = secrets.token_urlsafe(32)
@@ -131,7 +123,6 @@ class DashboardServer:
             asyncio.run(self._server.serve([self._socket]))
         finally:
             self._socket.close()
-            self._source.close()
 
     def _wait(self, until: Callable[[], object]) -> None:
         until()

@@ -135,6 +135,3 @@ class ReplaySource:
         raise DashboardRequestError(
             "a journal has the facts of tasks and not their logs"
         )
-
-    def close(self) -> None:
-        """Ends it."""

@@ -12,7 +12,7 @@ import pytest
 
 import jgraph as jg
 from jgraph.dashboard.journal import JournalWriter
-from jgraph.launch.local.daemon import down, up
+from jgraph.launch.local.daemon import down, find
 from tests.support.cli import run
 from tests.support.dashboards import scene
 
@@ -54,8 +54,15 @@ def test_a_cluster_of_this_machine_has_a_dashboard_if_asked_for(
 ) -> None:
     monkeypatch.setenv("JGRAPH_HOME", str(tmp_path))
     monkeypatch.delenv("JGRAPH_TOKEN_FILE", raising=False)
-    cluster = up("shown", 1, 0, 0, dashboard=True)
+    command = [sys.executable, "-m", "jgraph", "up", "--ps", "1", "--workers", "0"]
+    options = ["--name", "shown", "--dashboard"]
+    done = subprocess.run(
+        [*command, *options], check=True, capture_output=True, text=True
+    )
+    cluster = find("shown")
+    assert cluster is not None
     try:
+        assert f"its page:   {cluster.dashboard}" in done.stdout
         (board,) = [
             child
             for child in psutil.Process(cluster.daemon).children()
@@ -75,7 +82,7 @@ def test_a_cluster_of_this_machine_has_a_dashboard_if_asked_for(
         (["--embed-origin", "*"], 1, "JG-124 --embed-origin '*' is no origin"),
         (["--journal", "/no/such/place"], 1, "JG-124 cannot write the journal"),
         (["--at", "yesterday"], 2, "--at is a time of a journal"),
-        (["--port", "70000"], 2, "70000"),
+        (["--port", "70000"], 2, "65535"),
     ],
 )
 def test_what_is_typed_wrong_is_said_in_a_sentence(

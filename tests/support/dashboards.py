@@ -9,8 +9,9 @@ from jgraph.client.watching import events_fact
 from jgraph.clock import WallClock
 from jgraph.cluster.events import Event
 from jgraph.coordination.watch.facts import Fact
+from jgraph.dashboard.app import Source
 from jgraph.dashboard.journaled_board import JournaledBoard
-from jgraph.dashboard.serve import Closable, DashboardServer, Options
+from jgraph.dashboard.serve import DashboardServer, Options
 from jgraph.errors import TaskLostError
 from tests.support.board_facts import PS, WORKERS, report, run, status, task
 
@@ -46,9 +47,6 @@ class Imagined:
         if task != PS:
             raise TaskLostError(f"{task} does not answer", task=task)
         return len(self.lines), self.lines[after:][:lines]
-
-    def close(self) -> None:
-        pass
 
 
 def scene(first: float = 0.0, *, evil: bool = False) -> list[Fact]:
@@ -135,7 +133,7 @@ def scene(first: float = 0.0, *, evil: bool = False) -> list[Fact]:
 
 
 @contextmanager
-def serving(source: Closable, **options: Any) -> Iterator[DashboardServer]:
+def serving(source: Source, **options: Any) -> Iterator[DashboardServer]:
     """Serves until the block ends, in a thread."""
     server = DashboardServer(source, Options(port=0, **options))
     thread = threading.Thread(target=server.run, name="dashboard")
