@@ -16,6 +16,7 @@ from flax import nnx
 
 import jgraph as jg
 from jgraph.client.cluster import Cluster
+from jgraph.client.dashboard_process import Frame
 from jgraph.client.placement.auto import AutoReport
 from jgraph.client.runs.runs import RunInfo
 from jgraph.client.status import ClusterStatus, HashTableStatus
@@ -124,6 +125,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
             ]
         ),
         "connect": cluster,
+        "Cluster.dashboard": cluster.dashboard(),
+        "Dashboard.show": Frame(EVIL, 500),
         "Cluster.status": told_by_a_wrong_master(cluster.status()),
         "Cluster.events": Event(1.0, EVIL, EVIL, EVIL, EVIL),
         "Cluster.runs": RunInfo(
@@ -176,7 +179,9 @@ SHOWN = [
     *("Session.make_callable", "Session.run_metadata", "Session.plan", "Run"),
     *("Run.profile", "Trainer.plan", "Cluster.status", "Cluster.events"),
     *(
+        "Cluster.dashboard",
         "Cluster.runs",
+        "Dashboard.show",
         "Graph.show",
         "Pipeline.schedule",
         "Trainer.imported",

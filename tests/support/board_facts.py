@@ -74,6 +74,8 @@ def board_of(*facts: Fact) -> Board:
     board = Board()
     for fact in facts:
         board.take(fact)
+    # Alarms are looked for with the next look after a report.
+    board.take({"kind": "events", "time": board.now, "events": []})
     return board
 
 

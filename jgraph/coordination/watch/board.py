@@ -69,8 +69,9 @@ class Board:
                 self._silent = text(fact, "text") or "no answer"
             case "runs":
                 self.runs.take(fact, self.now)
-            case "report":
+            case "report":  # many come; alarms are looked for at the next look
                 self.runs.report(fact)
+                return
             case "variables":
                 self._shards = rows(fact, "shards")
             case "events":

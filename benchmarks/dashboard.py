@@ -1,0 +1,198 @@
+"""What a dashboard costs, and how fast it is: ``python -m benchmarks dashboard``.
+
+``--part cost``: steps/s of a scalar null step with a dashboard, its journal and three
+pages that are open, and without, in turns; CPU of the master meanwhile, in cores, and
+of the dashboard's process. ``--part board``: memory after so many simulated seconds of
+64 tasks and a run, halfway and at the end, and the time of a fact. ``--part page``, in
+the Chromium of this machine: from the address to the first sentence, the bytes of all
+files, and from a fact to the text on the screen. Prints a JSON line for each.
+"""
+
+import contextlib
+import json
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+import httpx
+import psutil
+
+from benchmarks import measure
+from benchmarks.null_step import NullStep
+from benchmarks.rows import Row, each, print_rows
+from jgraph.coordination.watch.board import Board
+from jgraph.dashboard.app import page_files
+from tests.support.board_facts import PS, START, WORKERS, report, run, status, task
+from tests.support.dashboards import Imagined, scene, serving
+
+PARTS = ("cost", "board", "page")
+ROWS = (
+    Row(["dashboard --part cost"], each("ratio")),
+    Row(["dashboard --part cost"], each("master_cores_more"), "cores"),
+    Row(["dashboard --part page"], each("fact_to_pixel_s"), "s"),
+    Row(["dashboard --part page"], each("load_s"), "s"),
+    Row(["dashboard --part page"], each("page_kb"), "kB"),
+    Row(["dashboard --part board"], each("rss_mb"), "MB"),
+)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = measure.parser(__doc__)
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS)
+    parser.add_argument("--rows", action="store_true", help="print a table's rows")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of a round")
+    parser.add_argument("--simulated", type=int, default=3600, help="seconds")
+    parser.add_argument("--tasks", type=int, default=64)
+    a = parser.parse_args(args)
+    if a.rows:
+        print_rows(ROWS)
+        return
+    if "cost" in a.part:
+        cost(a.rounds, a.seconds)
+    if "board" in a.part:
+        board(a.simulated, a.tasks)
+    if "page" in a.part:
+        page(a.rounds)
+
+
+def cost(rounds: int, seconds: float) -> None:
+    """Steps with somebody who watches, and with nobody."""
+    with NullStep("scalar", ps=1, workers=1) as work:
+        steps = measure.steps_for(lambda n: work.run(1, n), seconds, 200)
+        master = work.cluster.pid(str(work.cluster.master))
+        cores: dict[str, list[float]] = {"watched": [], "alone": [], "board": []}
+
+        def rate(kind: str, board: psutil.Process | None = None) -> float:
+            began, cpu = time.perf_counter(), measure.cpu_seconds(master)
+            own = 0.0 if board is None else measure.cpu_seconds(board.pid)
+            work.run(1, steps)
+            took = time.perf_counter() - began
+            cores[kind].append((measure.cpu_seconds(master) - cpu) / took)
+            if board is not None:
+                cores["board"].append((measure.cpu_seconds(board.pid) - own) / took)
+            return steps / took
+
+        def watched() -> float:
+            with watching(work) as process:
+                return rate("watched", process)
+
+        found = measure.take_turns(
+            {"watched": watched, "alone": lambda: rate("alone")}, rounds
+        )
+    ratios = [w / a for w, a in zip(found["watched"], found["alone"], strict=True)]
+    more = median(cores["watched"]) - median(cores["alone"])
+    measure.emit(
+        "dashboard",
+        part="cost",
+        rounds=rounds,
+        steps=steps,
+        viewers=3,
+        steps_per_s=round(median(found["alone"])),
+        **measure.spread("ratio", ratios, 3),
+        master_cores_more=round(more, 3),
+        board_cores=round(median(cores["board"]), 3),
+    )
+
+
+@contextlib.contextmanager
+def watching(work: NullStep) -> Iterator[psutil.Process]:
+    """A dashboard with a journal, and three that read its events."""
+    with tempfile.TemporaryDirectory() as directory:
+        shown = work.cluster.dashboard(journal=Path(directory) / "board.jsonl")
+        ended = threading.Event()
+        threads = [
+            threading.Thread(target=read_events, args=(shown.url, ended))
+            for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        children = psutil.Process().children()
+        yield next(child for child in children if "dashboard" in child.cmdline())
+        ended.set()
+        shown.close()
+        for thread in threads:
+            thread.join()
+
+
+def read_events(url: str, ended: threading.Event) -> None:
+    base, _, token = url.partition("#token=")
+    shown = {"Authorization": f"Bearer {token}"}
+    with (
+        contextlib.suppress(httpx.HTTPError),
+        httpx.stream("GET", f"{base}api/v1/stream", headers=shown) as events,
+    ):
+        for _ in events.iter_raw():
+            if ended.is_set():
+                return
+
+
+def board(seconds: int, count: int) -> None:
+    """A long time of a large cluster, in one process."""
+    seen, facts, process = Board(), 0, psutil.Process()
+    names = [PS, *(f"/job:worker/task:{index}" for index in range(count - 1))]
+    halfway, began = 0.0, time.perf_counter()
+    for second in range(seconds):
+        busy = {"process": 0.7 * second, "compute": 0.6 * second}
+        calls = {"RunStep": {"buckets": [second] * 13, "errors": 0, "seconds": 1.0}}
+        traffic = {PS: {"frames_sent": second, "bytes_sent": 1e6 * second}}
+        told = task(busy_s=busy, calls=calls, traffic=traffic)
+        seen.take(status(second, dict.fromkeys(names, told)))
+        seen.take(run(second, 40 * second))
+        for worker in range(len(WORKERS)):
+            seen.take(report(second, worker))
+        facts += 2 + len(WORKERS)
+        if second == seconds // 2:
+            halfway = process.memory_info().rss / 1e6
+    took = time.perf_counter() - began
+    measure.emit(
+        "dashboard",
+        part="board",
+        tasks=count,
+        facts=facts,
+        fact_us=round(took / facts * 1e6, 1),
+        view_kb=round(len(json.dumps(seen.view())) / 1e3, 1),
+        halfway_mb=round(halfway, 1),
+        rss_mb=round(process.memory_info().rss / 1e6, 1),
+    )
+
+
+def page(rounds: int) -> None:
+    """The page in a browser."""
+    from playwright.sync_api import sync_playwright
+
+    loads, seen = [], []
+    with sync_playwright() as started:
+        browser = started.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        for _ in range(rounds):
+            source = Imagined(scene(time.time() - START - 120))
+            with serving(source) as server:
+                opened = browser.new_context().new_page()
+                began = time.perf_counter()
+                opened.goto(server.url)
+                opened.locator("canvas").first.wait_for()
+                loads.append(time.perf_counter() - began)
+                began = time.perf_counter()
+                source.board.take(run(time.time() - START, 4999))
+                opened.get_by_text("is at step 4,999").wait_for()
+                seen.append(time.perf_counter() - began)
+                opened.context.close()
+        browser.close()
+    measure.emit(
+        "dashboard",
+        part="page",
+        rounds=rounds,
+        page_kb=round(sum(map(len, page_files().values())) / 1e3, 1),
+        **measure.spread("load_s", loads, 2),
+        **measure.spread("fact_to_pixel_s", seen, 2),
+    )
+
+
+if __name__ == "__main__":
+    main()
