@@ -64,15 +64,15 @@ def cost(rounds: int, seconds: float) -> None:
     """Steps with somebody who watches, and with nobody."""
     with NullStep("scalar", ps=1, workers=1) as work:
         steps = measure.steps_for(lambda n: work.run(1, n), seconds, 200)
-        master = work.cluster.pid(str(work.cluster.master))
+        master = str(work.cluster.master)
         cores: dict[str, list[float]] = {"watched": [], "alone": [], "board": []}
 
         def rate(kind: str, board: psutil.Process | None = None) -> float:
-            began, cpu = time.perf_counter(), measure.cpu_seconds(master)
+            began, cpu = time.perf_counter(), work.cpu_seconds()[master]
             own = 0.0 if board is None else measure.cpu_seconds(board.pid)
             work.run(1, steps)
             took = time.perf_counter() - began
-            cores[kind].append((measure.cpu_seconds(master) - cpu) / took)
+            cores[kind].append((work.cpu_seconds()[master] - cpu) / took)
             if board is not None:
                 cores["board"].append((measure.cpu_seconds(board.pid) - own) / took)
             return steps / took
