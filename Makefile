@@ -16,6 +16,7 @@ demo: .venv/demo.stamp
 	$(BIN)/jgraph demo
 
 test: check
+	-@$(MAKE) --no-print-directory peers-tritonclient  # asks a model server, see there
 	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n auto --dist worksteal \
 		-m "not nightly and not chaos"
 	$(BIN)/python scripts/second_python.py
