@@ -37,7 +37,7 @@ _END: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]  # stubs lack i
 _logger = logging.getLogger(__name__)
 
 
-async def _is_there() -> bool:
+async def _never_gone() -> bool:
     return False
 
 
@@ -69,7 +69,7 @@ class AcceptingEnd:
         give_up: Callable[[], None],
         *,
         received: ReceivedFrames | None = None,
-        is_gone: Callable[[], Awaitable[bool]] = _is_there,
+        is_gone: Callable[[], Awaitable[bool]] = _never_gone,
     ) -> None:
         self.outbox = unbounded_outbox()
         self.received = received or ReceivedFrames()
