@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Final, TypeAlias, final
 
 import typer
@@ -65,8 +66,11 @@ class Sight:
             table.add_row(name, "no answer", style="bold red")
         for task in self.status.tasks:
             table.add_row(*self._row(task))
-        said = (Text(str(alarm), STYLES[alarm.level]) for alarm in self.alarms)
-        return Group(*said, table)
+        lines = (
+            Text(f"{_time_of_day(alarm.since)} {alarm}", STYLES[alarm.level])
+            for alarm in self.alarms
+        )
+        return Group(*lines, table)
 
     def _row(self, task: TaskStatus) -> Iterator[str]:
         share = self.shares.get(task.task)
@@ -154,3 +158,7 @@ def _sights(
     while not stop.wait(every_s):
         if (sight := seen.see(look(), clock.now())) is not None:
             yield sight
+
+
+def _time_of_day(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC).astimezone():%H:%M:%S}"

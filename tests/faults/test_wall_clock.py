@@ -23,15 +23,20 @@ from tests.support.stopping import once
 PACKAGE = Path(jgraph.__file__).parent
 DATES = {
     "clock.py": "is the wall clock",
+    "cli/top.py": "dates what it sees",
+    "client/watching.py": "dates what it sees",
     "cluster/events.py": "dates events",
+    "dashboard/sources.py": "dates what it sees",
     "server/runs/saving/checkpointer.py": "dates a checkpoint",
     "rpc/security/certificates.py": "dates certificates",
     "rpc/security/tls.py": "dates certificates",
     "runtime/files/writer_lease.py": "compares with what another host wrote; a "
     "generation "
     "fences whoever was taken for gone and was not",
+    "serving/function_queue.py": "dates the last request",
     "train/checkpoint/checkpoint.py": "dates a checkpoint",
     "train/checkpoint/checkpoints.py": "dates a checkpoint",
+    "train/export.py": "dates an exported model",
 }
 """Who reads the time of day, and what for."""
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from statistics import median
 from typing import Any, Final, final
 
@@ -37,8 +36,7 @@ class Alarm:
     type: str
 
     def __str__(self) -> str:
-        when = datetime.fromtimestamp(self.since, UTC).astimezone()
-        return f"{self.level}: {self.text} (since {when:%H:%M:%S}); type: {self.type}"
+        return f"{self.level}: {self.text}; type: {self.type}"
 
 
 @final

@@ -264,7 +264,7 @@ class Assembler:
         elif cluster.kind not in {"segment", "alone"}:
             for op in ops:
                 self._move(builder, op)
-        elif self._only_writes(cluster):
+        elif cluster.only_writes(self.cut.flow):
             pairs = [
                 (op.writes[0], self._value(builder, op.equation.invars[1]))
                 for op in ops
@@ -329,9 +329,6 @@ class Assembler:
             case _:
                 node = SplitNode(values[0], tuple(values[1:]), outs)
         builder.nodes.append(node)
-
-    def _only_writes(self, cluster: SegmentGroup) -> bool:
-        return all(self.cut.flow.ops[i].is_whole_write for i in cluster.ops)
 
     def _awaited(self, builder: Builder, cluster: SegmentGroup) -> set[int]:
         """Returns the nodes that make what a cluster waits for and does not take."""

@@ -48,7 +48,7 @@ class Packing:
         self._fetched = frozenset(a for a in flow.fetches if not isinstance(a, Literal))
         self.leaving = [self._leaving(n, c) for n, c in enumerate(clusters)]
         for position, cluster in enumerate(clusters):
-            if cluster.kind == "segment":
+            if cluster.kind == "segment" and not cluster.only_writes(flow):
                 segment = self._segment(position)
                 self._groups[position] = groups_of(flow, segment)
         for position, cluster in enumerate(clusters):

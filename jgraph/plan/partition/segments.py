@@ -52,6 +52,10 @@ class SegmentGroup:
     ops: tuple[int, ...]
     roots: frozenset[int]
 
+    def only_writes(self, flow: Flow) -> bool:
+        """Whether all that it does is to write whole variables: no code is needed."""
+        return all(flow.ops[i].is_whole_write for i in self.ops)
+
 
 @final
 @dataclass(frozen=True, slots=True)

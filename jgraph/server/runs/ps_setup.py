@@ -115,7 +115,7 @@ def first_step_of(order: pb.OpenRun) -> int:
       MalformedMessageError: it is no number.
     """
     with reading("what is said of a run"):
-        return int(json.loads(order.info).get("first_step", 0))
+        return int(dict(json.loads(order.info)).get("first_step", 0))
 
 
 async def version_of(peers: Peers, order: pb.OpenRun) -> int:

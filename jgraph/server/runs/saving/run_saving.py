@@ -129,9 +129,11 @@ class RunSaving:
             save = self._ask_halted
         else:
             return
-        info = json.loads(order.info)
-        first = info["first_step"] + self.record.row().steps
-        self.halts = RunHalts(wanted, first, info["steps"], save, self.ask, self.do)
+        with reading("what is said of a run"):
+            info = dict(json.loads(order.info))
+            first, steps = int(info["first_step"]), int(info["steps"])
+        first += self.record.row().steps
+        self.halts = RunHalts(wanted, first, steps, save, self.ask, self.do)
 
     def began(self, order: pb.RunLoop) -> None:
         """Learns of a loop."""
