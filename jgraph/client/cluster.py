@@ -129,8 +129,8 @@ class Cluster(Connection):
         Its tasks tell what they saw since they started, at most 1,000 events each, and
         a ``jg.LocalCluster`` whose processes it started again.
         """
-        seen = EventTail(self.transport, self.spec).new()
-        return in_order([*seen, *self._launcher_events()])
+        task_events = EventTail(self.transport, self.spec).new()
+        return in_order([*task_events, *self._launcher_events()])
 
     @short_traceback
     def drain(self, task: str, grace_s: float = DRAIN_S) -> None:
@@ -221,9 +221,9 @@ class Cluster(Connection):
             options += ["--journal", os.fspath(journal)]
         for origin in embed_origins:
             options += ["--embed-origin", origin]
-        started = Dashboard(options)
-        self._dashboards.append(started)
-        return started
+        dashboard = Dashboard(options)
+        self._dashboards.append(dashboard)
+        return dashboard
 
     @short_traceback
     def wait_for_tasks(
@@ -353,19 +353,19 @@ def connect(
         )
     files = as_tls(tls, None)
     address = address_of(target, files)
-    named = token_file or token_file_in(target)
-    token = find_token(named, certificates_of(files))
-    refused: list[str] = []
+    path = token_file or token_file_in(target)
+    token = find_token(path, certificates_of(files))
+    refusals: list[str] = []
 
     def waited_for() -> str:
-        if refused:
-            return f"{refused[0]}; waiting up to {timeout_s:g} s"
+        if refusals:
+            return f"{refusals[0]}; waiting up to {timeout_s:g} s"
         return f"connecting to {address} and all its tasks"
 
-    opening = _open_in_time(address, timeout_s, token, files, refused)
+    opening = _open_in_time(address, timeout_s, token, files, refusals)
     with show_wait(waited_for):
         transport, reply = event_loop.run(opening)
-    token_path = token.path if named else None
+    token_path = token.path if path else None
     return ConnectedCluster(address, transport, reply, files, token_path)
 
 
@@ -396,7 +396,7 @@ async def _open_in_time(
     timeout_s: float,
     token: Token,
     tls: TLS | None,
-    refused: list[str],
+    refusals: list[str],
 ) -> tuple[GrpcTransport, pb.ClusterStatus]:
     """Opens a cluster whose server may still be starting; notes why it is not there."""
     clock = SystemClock()
@@ -409,5 +409,5 @@ async def _open_in_time(
             may_come = restarts or error.details.get("may_be_starting", False)
             if not may_come or clock.now() + ASK_AGAIN_S >= deadline:
                 raise
-            refused[:] = [error.message]
+            refusals[:] = [error.message]
         await asyncio.sleep(ASK_AGAIN_S)

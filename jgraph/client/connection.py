@@ -114,8 +114,10 @@ class Connection:
         self._check_open()
         address = to or self.address
 
-        def ask(left_s: float) -> Frame:
-            asking = self._transport.ask(address, method, request, timeout_s=left_s)
+        def ask(remaining_s: float) -> Frame:
+            asking = self._transport.ask(
+                address, method, request, timeout_s=remaining_s
+            )
             return event_loop.run(asking)
 
         try:
@@ -124,8 +126,8 @@ class Connection:
             # The transport knows addresses; users know tasks.
             if str(error.details.get("task", "")).startswith("/job:"):
                 raise
-            named = (t for t in self.tasks() if self.spec.address(t) == address)
-            task = next(named, address)
+            tasks = (t for t in self.tasks() if self.spec.address(t) == address)
+            task = next(tasks, address)
             text = f"{task} does not answer: {error.message}"
             raise type(error)(text, **{**error.details, "task": task}) from error
 

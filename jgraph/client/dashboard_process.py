@@ -23,7 +23,7 @@ from jgraph.view import markup
 
 _START_S: Final = 60.0
 _END_S: Final = 10.0
-_SAID: Final = 4000
+_OUTPUT: Final = 4000
 
 
 @final
@@ -75,7 +75,7 @@ class Dashboard:
         )
         assert self._process.stdout is not None  # a pipe
         # Read all the time: what it says must not fill the pipe.
-        self._said = ""
+        self._output = ""
         self._listening = threading.Thread(
             target=self._listen, name="jgraph-said", daemon=True
         )
@@ -86,7 +86,7 @@ class Dashboard:
         timer.cancel()
         if not line:
             self.close()
-            raise _why(self._said.strip())
+            raise _why(self._output.strip())
         self.url: str = json.loads(line)["url"]
 
     def _listen(self) -> None:
@@ -94,7 +94,7 @@ class Dashboard:
         assert stderr is not None  # a pipe
         with stderr:
             for line in stderr:
-                self._said = (self._said + line)[-_SAID:]
+                self._output = (self._output + line)[-_OUTPUT:]
 
     def close(self) -> None:
         """Ends the process; the cluster goes on."""
@@ -133,11 +133,11 @@ class Dashboard:
         return markup.link(self.url, "the dashboard of this cluster")
 
 
-def _why(said: str) -> JGError:
+def _why(output: str) -> JGError:
     """Returns the error that a process ended with."""
-    code, _, text = said.partition(" ")
+    code, _, text = output.partition(" ")
     kinds = (ConfigError, ClusterUnreachableError, JournalError, PortInUseError)
     for kind in kinds:
         if code == kind.code:
             return kind(text)
-    return StartError(f"the dashboard did not start: {said or 'it was too slow'}")
+    return StartError(f"the dashboard did not start: {output or 'it was too slow'}")

@@ -23,7 +23,7 @@ def feed_arrays(
     graph: Graph,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    named: Mapping[str, Any],
+    by_name: Mapping[str, Any],
     *,
     check_finite: bool,
 ) -> list[Array]:
@@ -33,7 +33,7 @@ def feed_arrays(
       graph: traced with arguments of these types.
       args: positional arguments of the step.
       kwargs: keyword arguments of the step.
-      named: values by feed name, in place of those in the arguments.
+      by_name: values by feed name, in place of those in the arguments.
       check_finite: refuse NaN and infinity.
 
     Raises:
@@ -41,22 +41,22 @@ def feed_arrays(
       NonFiniteError: a value that is not finite, when asked to check.
     """
     leaves = jax.tree_util.tree_leaves((tuple(args), dict(kwargs)))
-    return leaf_arrays(graph, leaves, named, check_finite=check_finite)
+    return leaf_arrays(graph, leaves, by_name, check_finite=check_finite)
 
 
 def leaf_arrays(
     graph: Graph,
     leaves: Sequence[Any],
-    named: Mapping[str, Any],
+    by_name: Mapping[str, Any],
     *,
     check_finite: bool,
 ) -> list[Array]:
     """Returns one plain array per feed, as ``feed_arrays``, of flat arguments.
 
-    Feeds beyond the arguments (tapped values) are in ``named``.
+    Feeds beyond the arguments (tapped values) are in ``by_name``.
     """
     names = [feed.name for feed in graph.feeds]
-    for name in named:
+    for name in by_name:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
@@ -67,8 +67,8 @@ def leaf_arrays(
             )
     arrays = []
     for index, feed in enumerate(graph.feeds):
-        if feed.name in named:
-            value = named[feed.name]
+        if feed.name in by_name:
+            value = by_name[feed.name]
         elif index < len(leaves):
             value = leaves[index]
         else:
@@ -194,12 +194,13 @@ def _check_range(graph: Graph, feed: Feed, array: Array) -> None:
         )
 
 
-def _same_shape(shape: Sequence[int], wanted: Sequence[Any]) -> bool:
+def _same_shape(shape: Sequence[int], feed_shape: Sequence[Any]) -> bool:
     """Whether a shape may be this; the driver compares the sizes of its names."""
-    if tuple(shape) == tuple(wanted):
+    if tuple(shape) == tuple(feed_shape):
         return True
-    return len(shape) == len(wanted) and all(
-        is_symbolic(due) or have == due for have, due in zip(shape, wanted, strict=True)
+    return len(shape) == len(feed_shape) and all(
+        is_symbolic(feed_size) or size == feed_size
+        for size, feed_size in zip(shape, feed_shape, strict=True)
     )
 
 
@@ -221,8 +222,8 @@ def _check_finite(graph: Graph, feed: Feed, array: Array) -> None:
     if not np.issubdtype(array.dtype, np.inexact) and array.dtype.kind != "V":
         return
     # numpy knows its own kinds; the others are narrow.
-    known = array if array.dtype.kind in "fc" else array.astype(np.float32)
-    bad = array.size - int(np.isfinite(known).sum())
+    numbers = array if array.dtype.kind in "fc" else array.astype(np.float32)
+    bad = array.size - int(np.isfinite(numbers).sum())
     if bad:
         raise NonFiniteError(
             f"argument {feed.name} of '{graph.name}' has {bad} of {array.size} values "

@@ -138,9 +138,9 @@ def inspecting(
     token = find_token(token_file or token_file_in(target), certificates_of(files))
 
     async def make() -> GrpcTransport:
-        made = GrpcTransport(None, tls=files, token=token)
-        await made.start(NoHandler())
-        return made
+        transport = GrpcTransport(None, tls=files, token=token)
+        await transport.start(NoHandler())
+        return transport
 
     transport = event_loop.run(make())
     try:

@@ -74,20 +74,20 @@ class LogTail:
                 return
 
     async def _ask_all(self) -> list[tuple[TaskName, str]]:
-        found = await asyncio.gather(*map(self._ask, self._tasks))
-        return [line for lines in found for line in lines]
+        by_task = await asyncio.gather(*map(self._ask, self._tasks))
+        return [line for lines in by_task for line in lines]
 
     async def _ask(self, task: TaskName) -> list[tuple[TaskName, str]]:
-        known = self._last_numbers.get(task)
-        limit = self._behind if known is None else _MOST
-        query = pb.LogQuery(after=known or 0, limit=limit, events=self._events)
+        last_number = self._last_numbers.get(task)
+        limit = self._behind if last_number is None else _MOST
+        query = pb.LogQuery(after=last_number or 0, limit=limit, events=self._events)
         address = self._spec.address(task)
         try:
             reply = await self._transport.ask(
                 address, "TaskLog", frame(log_query=query), timeout_s=_ASK_S
             )
         except JGError:
-            if known is None and self._must_answer:
+            if last_number is None and self._must_answer:
                 raise
             return []
         body = body_of(reply)
@@ -109,5 +109,5 @@ class EventTail:
 
     def new(self) -> list[Event]:
         """Returns events since the last call, by time; none of a silent task."""
-        found = (from_json(line) for _, line in self._log.new())
-        return sorted(found, key=lambda event: event.time_s)
+        events = (from_json(line) for _, line in self._log.new())
+        return sorted(events, key=lambda event: event.time_s)

@@ -73,7 +73,7 @@ class PreparedStep:
         "_has_keys",
         "_is_flat",
         "_programs",
-        "_registered",
+        "_registration",
         "_tree",
         "plan",
         "recent_s",
@@ -84,7 +84,7 @@ class PreparedStep:
         self,
         graph: Graph,
         plan: Plan,
-        registered: "_Registered",
+        registration: "_Registration",
         programs: Programs,
         tree: Any,
     ) -> None:
@@ -92,8 +92,8 @@ class PreparedStep:
         self.timeout_s = STEP_S
         self.recent_s: deque[float] = deque(maxlen=_RECENT)
         self._graph = graph
-        self._registered = registered
-        self._handle = registered.handle
+        self._registration = registration
+        self._handle = registration.handle
         self._has_keys = any(is_key(v.aval) for v in graph.jaxpr.outvars)
         self._programs = programs
         self._tree = tree
@@ -143,9 +143,9 @@ class PreparedStep:
         if self.plan.prediction is None:
             results = self._programs.run(self._handle, arrays, timeout_s)
         else:
-            began = _clock.now()
+            start_s = _clock.now()
             results = self._programs.run(self._handle, arrays, timeout_s)
-            self.recent_s.append(_clock.now() - began)
+            self.recent_s.append(_clock.now() - start_s)
         if not self._has_keys:
             return jax.tree_util.tree_unflatten(self._graph.out_tree, results)
         return as_result(self._graph, results)
@@ -173,7 +173,7 @@ class PreparedStep:
 
 
 @final
-class _Registered:
+class _Registration:
     """A program on its tasks, given up when no step is made of it any more."""
 
     __slots__ = ("__weakref__", "handle")
@@ -185,7 +185,7 @@ class _Registered:
 
 @final
 @dataclass(slots=True)
-class _Prepared:
+class _FunctionSteps:
     """The steps of one function.
 
     Attributes:
@@ -228,7 +228,9 @@ class Steps:
         self._values = values
         self._container = container
         self._functions: OrderedDict[Any, Function] = OrderedDict()
-        self._prepared: WeakKeyDictionary[Function, _Prepared] = WeakKeyDictionary()
+        self._by_function: WeakKeyDictionary[Function, _FunctionSteps] = (
+            WeakKeyDictionary()
+        )
 
     def function(self, fn: Callable[..., Any]) -> Function:
         """Returns what ``jg.function`` gives for ``fn``, the same for the same.
@@ -279,23 +281,25 @@ class Steps:
         if kwargs:
             args, kwargs = function.positional(args, kwargs)
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-        chosen = None if targets is None else _targets(targets, self._container)
-        asked = repr(fetches), tuple(sorted(feeds)), chosen
+        target_keys = None if targets is None else _targets(targets, self._container)
+        request = repr(fetches), tuple(sorted(feeds)), target_keys
         kinds = tuple(map(_kind, leaves))
-        key = tree, kinds, asked, current_device(), trace_settings()
-        prepared = self._prepared.get(function)
-        if prepared is None:
-            prepared = self._prepared[function] = _Prepared()
-        step = prepared.steps.get(key)
+        key = tree, kinds, request, current_device(), trace_settings()
+        function_steps = self._by_function.get(function)
+        if function_steps is None:
+            function_steps = self._by_function[function] = _FunctionSteps()
+        step = function_steps.steps.get(key)
         if step is None:
             with show_wait(f"tracing, placing and compiling '{function.name}'"):
-                graph, variables = self._traced(function, prepared, args, kwargs)
-                again = id(graph), asked
-                if again not in prepared.by_graph:
-                    known = _of_variables(graph, variables)
-                    part = _chosen(known, fetches, asked[1], chosen)
-                    prepared.by_graph[again] = self._register(part, variables, tree)
-            step = prepared.steps[key] = prepared.by_graph[again]
+                graph, variables = self._traced(function, function_steps, args, kwargs)
+                graph_key = id(graph), request
+                if graph_key not in function_steps.by_graph:
+                    graph_here = _of_variables(graph, variables)
+                    part = _chosen(graph_here, fetches, request[1], target_keys)
+                    function_steps.by_graph[graph_key] = self._register(
+                        part, variables, tree
+                    )
+            step = function_steps.steps[key] = function_steps.by_graph[graph_key]
         return step, leaves
 
     def plan(
@@ -309,13 +313,13 @@ class Steps:
 
     def clear(self) -> None:
         """Forgets all steps, also on the tasks."""
-        self._prepared.clear()
+        self._by_function.clear()
         self._programs.unregister_all()
 
     def _traced(
         self,
         function: Function,
-        prepared: _Prepared,
+        function_steps: _FunctionSteps,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Graph, tuple[Variable, ...]]:
@@ -326,20 +330,20 @@ class Steps:
             # Names may stand for other variables than when it was traced, and what is
             # made now is the initial value of those that they stand for.
             function.forget()
-            prepared.graphs.clear()
+            function_steps.graphs.clear()
             graph, variables = function.trace(*args, **kwargs)
             own = in_container(variables, self._container)
-        if not any(graph is known for known in prepared.graphs):
-            if prepared.graphs:
-                _announce(function, prepared.graphs[-1].feeds, graph.feeds)
-            prepared.graphs.append(graph)
+        if not any(graph is other for other in function_steps.graphs):
+            if function_steps.graphs:
+                _announce(function, function_steps.graphs[-1].feeds, graph.feeds)
+            function_steps.graphs.append(graph)
         return graph, own
 
     def _lacks(self, variables: Sequence[Variable]) -> bool:
         """Whether one of these has no value on the cluster yet."""
         new = self._variables.unknown(variables)
-        stored = self._variables.look_up(v.spec for v in new) if new else set()
-        return any(s.key not in stored for v in new for s in v.spec.shards)
+        stored_keys = self._variables.look_up(v.spec for v in new) if new else set()
+        return any(s.key not in stored_keys for v in new for s in v.spec.shards)
 
     def _register(
         self, graph: Graph, variables: Sequence[Variable], tree: Any
@@ -347,14 +351,14 @@ class Steps:
         new = self._variables.unknown(variables)
         if new:
             self._variables.look_up(v.spec for v in new)
-        planned = self._variables.plan(_of_variables(graph, variables))
+        plan = self._variables.plan(_of_variables(graph, variables))
         if new:
             self._values.initialize_where_possible(new)
-        handle = self._programs.register(planned.program)
-        registered = _Registered(self._programs, handle)
-        step = PreparedStep(graph, planned, registered, self._programs, tree)
+        handle = self._programs.register(plan.program)
+        registration = _Registration(self._programs, handle)
+        step = PreparedStep(graph, plan, registration, self._programs, tree)
         if self._watch is not None:
-            self._watch(planned, step.recent_s)
+            self._watch(plan, step.recent_s)
         return step
 
 
@@ -386,18 +390,18 @@ def _chosen(
 def _targets(targets: object, container: str) -> frozenset[str | VariableKey]:
     if isinstance(targets, str | Variable):
         raise ConfigError(f"targets is a list; write targets=[{targets!r:.60}]")
-    chosen: list[str | VariableKey] = []
+    keys: list[str | VariableKey] = []
     for target in targets if isinstance(targets, Iterable) else [targets]:
         if isinstance(target, str):
-            chosen.append(target)
+            keys.append(target)
         elif isinstance(target, Variable):
-            chosen.append(in_container([target], container)[0].spec.key)
+            keys.append(in_container([target], container)[0].spec.key)
         else:
             raise ConfigError(
                 f"targets has {target!r:.60}, which is no variable and no name of one; "
                 "write for example targets=[w] or targets=['w']"
             )
-    return frozenset(chosen)
+    return frozenset(keys)
 
 
 def _kind(leaf: Any) -> Any:
@@ -411,15 +415,15 @@ def _kind(leaf: Any) -> Any:
 def _announce(
     function: Function, before: Sequence[Feed], after: Sequence[Feed]
 ) -> None:
-    known = {feed.name: value_type(feed.aval) for feed in before}
-    changed = [
-        f"{feed.name} is {now} and was {known[feed.name]}"
+    types = {feed.name: value_type(feed.aval) for feed in before}
+    changes = [
+        f"{feed.name} is {now} and was {types[feed.name]}"
         for feed in after
-        if (now := value_type(feed.aval)) != known.get(feed.name, now)
+        if (now := value_type(feed.aval)) != types.get(feed.name, now)
     ]
     _logger.warning(
         "'%s' is traced, planned and compiled anew%s; each new type of arguments "
         "costs this once",
         function.name,
-        f": {', '.join(changed)}" if changed else "",
+        f": {', '.join(changes)}" if changes else "",
     )

@@ -28,18 +28,18 @@ class Programs:
     def __init__(self, cluster: Connection) -> None:
         self._cluster = cluster
         self._handles: list[str] = []
-        self._given_up: deque[str] = deque()
+        self._garbage: deque[str] = deque()
 
     def __len__(self) -> int:
         return len(self._handles)
 
     def register(self, program: Program, name: str | None = None) -> str:
         """Compiles a program on its tasks and returns its handle."""
-        while self._given_up:
-            given_up = self._given_up.popleft()
+        while self._garbage:
+            old = self._garbage.popleft()
             with suppress(ClusterError):
-                if given_up in self._handles:  # else all were taken back since
-                    self.unregister(given_up)
+                if old in self._handles:  # else all were taken back since
+                    self.unregister(old)
         handle = unique(name or program.name)
         message, tensors = encode_program(program)
         self._cluster.call(
@@ -66,7 +66,7 @@ class Programs:
 
     def give_up(self, handle: str) -> None:
         """Takes a program back when the next one is registered; never waits."""
-        self._given_up.append(handle)
+        self._garbage.append(handle)
 
     def run(self, handle: str, arrays: Sequence[Any], timeout_s: float) -> list[Any]:
         """Runs one step and returns its fetches; ``arrays`` are its feeds in order."""
@@ -82,11 +82,11 @@ class Programs:
         """Runs one step as ``run`` does, and returns when its nodes ran as well."""
         order = pb.RunStep(handle=handle, timeout_s=timeout_s, trace=True)
         reply = self._run(order, arrays)
-        told = list(body_of(reply).parts)
-        first = len(reply.tensors) - len(told)
+        rows = list(body_of(reply).parts)
+        first = len(reply.tensors) - len(rows)
         parts = [
             PartTimes(TaskName(part.task), times, part.asked_s, part.told_s)
-            for part, times in zip(told, reply.tensors[first:], strict=True)
+            for part, times in zip(rows, reply.tensors[first:], strict=True)
         ]
         return list(reply.tensors[:first]), parts
 
@@ -102,7 +102,7 @@ class Programs:
 
     def unregister_all(self) -> None:
         """Makes the tasks forget them all; one that is gone has forgotten them."""
-        self._given_up.clear()
+        self._garbage.clear()
         for handle in list(self._handles):
             with suppress(ClusterError):
                 self.unregister(handle)

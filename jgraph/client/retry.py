@@ -30,15 +30,15 @@ def retry_while_busy(
       JGError: as ``ask``.
     """
     clock, pausing = SystemClock(), threading.Event()
-    began = clock.now()
+    start_s = clock.now()
     for tries in itertools.count(1):
         try:
-            return ask(timeout_s - (clock.now() - began))
+            return ask(timeout_s - (clock.now() - start_s))
         except ClusterBusyError as error:
             seconds = backoff_s(tries, _RANDOM.random())
             # Nothing of the call was done only where itself was refused.
             mine = error.details.get("refused") == method
-            if not mine or clock.now() - began + seconds > begin_s:
+            if not mine or clock.now() - start_s + seconds > begin_s:
                 raise
         pausing.wait(seconds)
     raise AssertionError("counting does not end")

@@ -377,8 +377,8 @@ class Session:
 
     # ------------------------------------------------------------ inside
 
-    def _own(self, given: object, method: str) -> tuple[Variable, ...]:
-        return in_container(as_variables(given, method), self.container)
+    def _own(self, argument: object, method: str) -> tuple[Variable, ...]:
+        return in_container(as_variables(argument, method), self.container)
 
     def _check_open(self) -> None:
         if self._closed:

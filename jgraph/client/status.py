@@ -128,10 +128,10 @@ class GateStatus:
     @classmethod
     def from_message(cls, message: pb.GateStatus) -> Self:
         """Returns what a task told of a gate."""
-        bounded = message.HasField("max_staleness")
+        is_bounded = message.HasField("max_staleness")
         return cls(
             gate=message.gate,
-            max_staleness=message.max_staleness if bounded else None,
+            max_staleness=message.max_staleness if is_bounded else None,
             waiting=message.waiting,
             oldest_s=message.oldest_s,
             waits=message.waits,

@@ -49,10 +49,10 @@ class VariableValues:
         Raises:
           UninitializedError: one has neither a value nor an init function.
         """
-        stored = self.initialize_where_possible(variables, again=again)
+        stored_keys = self.initialize_where_possible(variables, again=again)
         for variable in variables:
             keys = {spec.key for spec in variable.spec.shards}
-            if variable.init is None and not keys <= stored:
+            if variable.init is None and not keys <= stored_keys:
                 raise UninitializedError(
                     f"variable '{variable.name}' has no init function; give it a value "
                     f"with session.write({{{variable.name}: array}})",
@@ -63,17 +63,17 @@ class VariableValues:
         self, variables: Sequence[Variable], *, again: bool = False
     ) -> set[VariableKey]:
         """Leaves variables without an init function; returns what had values."""
-        stored = self._variables.look_up(v.spec for v in variables)
+        stored_keys = self._variables.look_up(v.spec for v in variables)
         missing = [
             v
             for v in shards_of(variables)
-            if v.init is not None and (again or v.spec.key not in stored)
+            if v.init is not None and (again or v.spec.key not in stored_keys)
         ]
         self._variables.choose([v.spec for v in missing])
         for piece in in_pieces(missing):
             self.run_once("initialize", partial(assign_initial, piece), piece)
         self._variables.note_initialized(variables)
-        return stored
+        return stored_keys
 
     def read(self, variables: Sequence[Variable]) -> dict[str, Any]:
         """Returns the values of variables by name.
@@ -96,8 +96,8 @@ class VariableValues:
         parts = iter([part for pair in pairs for part in split(*pair)])
         self._variables.choose([v.spec for v in variables])
         for piece in in_pieces(shards_of(variables)):
-            given = [next(parts) for _ in piece]
-            self.run_once("write", partial(assign, piece), piece, given)
+            arrays = [next(parts) for _ in piece]
+            self.run_once("write", partial(assign, piece), piece, arrays)
         self._variables.note_initialized(variables)
 
     def run_once(
@@ -110,8 +110,8 @@ class VariableValues:
         """Runs a function of variables as a step, and forgets it."""
         with types_of(variables):
             graph, _ = trace(fn, *args, variables=variables, name=name)
-            planned = self._variables.plan(graph)
-        handle = self._programs.register(planned.program)
+            plan = self._variables.plan(graph)
+        handle = self._programs.register(plan.program)
         try:
             arrays = feed_arrays(graph, args, {}, {}, check_finite=False)
             nbytes = sum(nbytes_of(variable.spec) for variable in variables)

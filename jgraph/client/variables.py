@@ -56,17 +56,17 @@ class VariableDirectory:
         """
         query = frame(variable_query=pb.VariableQuery())
         table = body_of(self._cluster.call("Master.Variables", query))
-        stored = {(row.container, row.name): row for row in table.variables}
-        lost = [from_status(status) for status in table.missing]
+        rows = {(row.container, row.name): row for row in table.variables}
+        errors = [from_status(status) for status in table.missing]
         for spec in (shard for logical in specs for shard in logical.shards):
-            if (row := stored.get(spec.key)) is not None:
+            if (row := rows.get(spec.key)) is not None:
                 _check_stored(spec, row)
                 self.tasks[spec.key] = TaskName(row.task)
                 continue
-            for error in lost:
+            for error in errors:
                 if may_be(error.details["task"], spec.device):
                     raise error
-        return set(stored)
+        return set(rows)
 
     def choose(self, specs: Sequence[VariableSpec]) -> dict[VariableKey, TaskName]:
         """Returns the task of each variable, choosing where that is open.
@@ -76,14 +76,14 @@ class VariableDirectory:
         cluster = self._cluster
         specs = [shard for spec in specs for shard in spec.shards]
         tasks = Tasks(tuple(cluster.tasks()), cluster.master, DeviceSpec())
-        found = assign_variables(specs, tasks, self.tasks)
-        chosen = {s.key: task for s, task in zip(specs, found, strict=True)}
-        self.tasks.update(chosen)
-        return chosen
+        homes = assign_variables(specs, tasks, self.tasks)
+        by_key = {s.key: task for s, task in zip(specs, homes, strict=True)}
+        self.tasks.update(by_key)
+        return by_key
 
     def plan(self, graph: Graph) -> Plan:
         """Returns what goes where in a graph, and remembers where its variables go."""
-        planned = plan(
+        graph_plan = plan(
             graph,
             tasks=self._cluster.tasks(),
             driver=self._cluster.master,
@@ -93,8 +93,8 @@ class VariableDirectory:
             also_for=self._platforms,
             auto=self._auto,
         )
-        self.tasks.update(planned.variable_tasks)
-        return planned
+        self.tasks.update(graph_plan.variable_tasks)
+        return graph_plan
 
     def forget(self) -> None:
         """Forgets which variables have values, and where."""
@@ -115,16 +115,16 @@ def shards_of(variables: Iterable[Variable]) -> list[Variable]:
     return [shard for variable in variables for shard in variable.shards]
 
 
-def as_variables(given: object, method: str) -> list[Variable]:
+def as_variables(argument: object, method: str) -> list[Variable]:
     """Returns the variables that a method of a session was given, or one alone.
 
     Raises:
       ConfigError: names, or anything else.
     """
-    if isinstance(given, Variable):
-        return [given]
+    if isinstance(argument, Variable):
+        return [argument]
     variables = []
-    for one in given if isinstance(given, Iterable) else [given]:
+    for one in argument if isinstance(argument, Iterable) else [argument]:
         if not isinstance(one, Variable):
             raise ConfigError(
                 f"{method} takes jg.Variable objects, not {one!r:.60}; keep the object "
@@ -135,18 +135,18 @@ def as_variables(given: object, method: str) -> list[Variable]:
 
 
 def _check_stored(spec: VariableSpec, row: pb.VariableInfo) -> None:
-    wanted, shape = value_type(spec.aval), tuple(row.type.shape)
-    if (wanted.dtype, wanted.shape) != (row.type.dtype, shape):
+    type_, shape = value_type(spec.aval), tuple(row.type.shape)
+    if (type_.dtype, type_.shape) != (row.type.dtype, shape):
         raise VariableMismatchError(
-            f"variable '{spec.name}' is {wanted} here, and the cluster already has it "
+            f"variable '{spec.name}' is {type_} here, and the cluster already has it "
             f"as {row.type.dtype}[{','.join(map(str, shape))}] on {row.task}; choose "
             "another name, or drop the old one with cluster.reset()",
             variable=spec.name,
         )
-    asked = spec.device.task_name
-    if asked is not None and asked != row.task:
+    home = spec.device.task_name
+    if home is not None and home != row.task:
         raise VariableMismatchError(
-            f"variable '{spec.name}' is asked to live on {asked}, and the cluster has "
+            f"variable '{spec.name}' is asked to live on {home}, and the cluster has "
             f"it on {row.task}; choose another name, or drop the old one with "
             "cluster.reset()",
             variable=spec.name,

@@ -46,7 +46,7 @@ def wait_for_tasks(
 ) -> bool:
     """Waits; see ``Cluster.wait_for_tasks``."""
     check_seconds("timeout_s", timeout_s)
-    clock, found = SystemClock(), None
+    clock, last_error = SystemClock(), None
     deadline = clock.now() + timeout_s
     # In rounds: a master that dies meanwhile does not keep this one waiting.
     while (remaining_s := deadline - clock.now()) > 0 and not stop.wait(ASK_AGAIN_S):
@@ -55,15 +55,15 @@ def wait_for_tasks(
             if _all_answer(cluster, min(remaining_s, _ROUND_S)):
                 return True
         except TaskMissingError as error:
-            found = error
+            last_error = error
         except (ClusterUnreachableError, TaskLostError, DeadlineError) as error:
-            found = TaskMissingError(error.message, missing=[cluster.master])
+            last_error = TaskMissingError(error.message, missing=[cluster.master])
     if stop.is_set():
         return False
     raise TaskMissingError(
         f"not all tasks came back within {timeout_s:g} s: "
-        f"{found.message if found else 'none answered'}",
-        **(found.details if found else {"missing": cluster.tasks()}),
+        f"{last_error.message if last_error else 'none answered'}",
+        **(last_error.details if last_error else {"missing": cluster.tasks()}),
     )
 
 

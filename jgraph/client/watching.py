@@ -44,12 +44,12 @@ def status_fact(status: ClusterStatus, now: float) -> Fact:
 
 def runs_fact(runs: Iterable[RunInfo], now: float) -> Fact:
     """Returns how the runs stand."""
-    told = {}
+    rows = {}
     for run in runs:
         row = asdict(run)
         del row["metrics"], row["name"]  # it is told under this name
-        told[run.name] = row
-    return _fact("runs", now, runs=told)
+        rows[run.name] = row
+    return _fact("runs", now, runs=rows)
 
 
 def report_fact(
@@ -146,16 +146,16 @@ def alarms_of(cluster: Connection, seconds: float) -> list[Alarm]:
 
 
 def _task(status: TaskStatus) -> dict[str, Any]:
-    told = asdict(status)
-    told["steps"] = told["steps"][:_STEPS]
+    fields = asdict(status)
+    fields["steps"] = fields["steps"][:_STEPS]
     # By name: what is the same in two looks need not be told twice.
     for many, name in (("traffic", "peer"), ("calls", "method"), ("gates", "gate")):
-        told[many] = {row.pop(name): row for row in told[many]}
-    tables = told["hash_tables"]
+        fields[many] = {row.pop(name): row for row in fields[many]}
+    tables = fields["hash_tables"]
     for row in tables:
         row["name"] = " ".join(filter(None, (row.pop("container"), row["name"])))
-    told["hash_tables"] = {row.pop("name"): row for row in tables}
-    return told
+    fields["hash_tables"] = {row.pop("name"): row for row in tables}
+    return fields
 
 
 def _fact(kind: str, now: float, **what: Any) -> Fact:

@@ -17,7 +17,7 @@ from jgraph.view import markup
 
 Times: TypeAlias = Sequence[float]
 
-_measured: "WeakKeyDictionary[Connection, CostModel]" = WeakKeyDictionary()
+_cost_models: "WeakKeyDictionary[Connection, CostModel]" = WeakKeyDictionary()
 
 
 @final
@@ -30,7 +30,7 @@ class AutoPlacement:
 
     def __init__(self, planner: AutoPlanner) -> None:
         self.planner = planner
-        self._watched: list[tuple[str, tuple[TaskName, ...], Prediction, Times]] = []
+        self._steps: list[tuple[str, tuple[TaskName, ...], Prediction, Times]] = []
 
     @property
     def cost_model(self) -> CostModel:
@@ -42,11 +42,11 @@ class AutoPlacement:
         if plan.prediction is not None:
             tasks = tuple(p.task for p in plan.program.partitions if p.nodes)
             row = plan.program.name, tasks, plan.prediction, recent_s
-            self._watched.append(row)
+            self._steps.append(row)
 
     def report(self) -> "AutoReport":
         """Returns, for each step that was placed, predicted beside measured times."""
-        return AutoReport([_row(*watched) for watched in self._watched])
+        return AutoReport([_row(*step) for step in self._steps])
 
     def __repr__(self) -> str:
         tasks = ", ".join(self.planner.tasks)
@@ -72,13 +72,15 @@ class AutoReport:
     def __str__(self) -> str:
         lines = []
         for row in self.rows:
-            measured = f"{1e3 * row['measured_s']:.3g} ms" if row["runs"] else "not run"
+            measurement = (
+                f"{1e3 * row['measured_s']:.3g} ms" if row["runs"] else "not run"
+            )
             alone = ""
             if row["alone_s"] is not None:
                 alone = f", all on one task predicted {1e3 * row['alone_s']:.3g} ms"
             lines.append(
                 f"{row['name']} on {', '.join(row['tasks'])}: predicted "
-                f"{1e3 * row['predicted_s']:.3g} ms, measured {measured} "
+                f"{1e3 * row['predicted_s']:.3g} ms, measured {measurement} "
                 f"(median of {row['runs']}){alone}"
             )
         return "\n".join(lines) or "no step was placed yet"
@@ -90,13 +92,13 @@ class AutoReport:
 
 
 def _row(
-    name: str, tasks: Sequence[TaskName], predicted: Prediction, recent_s: Times
+    name: str, tasks: Sequence[TaskName], prediction: Prediction, recent_s: Times
 ) -> dict[str, Any]:
     return {
         "name": name,
         "tasks": list(tasks),
-        "predicted_s": predicted.seconds,
-        "alone_s": next(iter(predicted.alone.values()), None),
+        "predicted_s": prediction.seconds,
+        "alone_s": next(iter(prediction.alone.values()), None),
         "runs": len(recent_s),
         "measured_s": statistics.median(recent_s) if recent_s else None,
     }
@@ -151,52 +153,58 @@ def auto(
       (32.0, ['/job:worker/task:0'])
       >>> server.stop()
     """
-    chosen = _tasks(cluster, tasks)
-    limits = _limits(cluster, memory_limit, chosen)
+    task_names = _tasks(cluster, tasks)
+    limits = _limits(cluster, memory_limit, task_names)
     if cost_model is None:
-        if cluster not in _measured:
+        if cluster not in _cost_models:
             with show_wait("measuring the tasks and the links between them"):
-                _measured[cluster] = measure(cluster, timeout_s=timeout_s)
-        cost_model = _measured[cluster]
+                _cost_models[cluster] = measure(cluster, timeout_s=timeout_s)
+        cost_model = _cost_models[cluster]
     elif not isinstance(cost_model, CostModel):
         raise ConfigError(
             f"cost_model is {cost_model!r:.60}; give what jg.CostModel.load(path) reads"
         )
     cost_model.check(cluster.tasks())
-    return AutoPlacement(AutoPlanner(cost_model, chosen, limits))
+    return AutoPlacement(AutoPlanner(cost_model, task_names, limits))
 
 
-def _tasks(cluster: Connection, asked: Sequence[str] | None) -> tuple[TaskName, ...]:
+def _tasks(
+    cluster: Connection, selection: Sequence[str] | None
+) -> tuple[TaskName, ...]:
     tasks = cluster.tasks()
-    if asked is None:
+    if selection is None:
         return tuple(cluster.tasks("worker") or tasks)
-    unknown = [task for task in asked if task not in tasks]
+    unknown = [task for task in selection if task not in tasks]
     if unknown:
         raise UnknownDeviceError(
             f"tasks of jg.auto names {', '.join(map(repr, unknown))}, and the cluster "
             f"has {', '.join(tasks)}",
             tasks=tasks,
         )
-    if not asked:
+    if not selection:
         raise ConfigError("tasks of jg.auto is empty; name one, or leave it out")
-    return tuple(TaskName(task) for task in dict.fromkeys(asked))
+    return tuple(TaskName(task) for task in dict.fromkeys(selection))
 
 
 def _limits(
     cluster: Connection,
-    asked: int | Mapping[str, int] | None,
+    memory_limit: int | Mapping[str, int] | None,
     tasks: Sequence[TaskName],
 ) -> dict[TaskName, int]:
-    if asked is None:
+    if memory_limit is None:
         return {}
-    limits = asked if isinstance(asked, Mapping) else dict.fromkeys(tasks, asked)
-    known = cluster.tasks()
+    limits = (
+        memory_limit
+        if isinstance(memory_limit, Mapping)
+        else dict.fromkeys(tasks, memory_limit)
+    )
+    cluster_tasks = cluster.tasks()
     for task, nbytes in limits.items():
-        if task not in known:
+        if task not in cluster_tasks:
             raise UnknownDeviceError(
                 f"memory_limit of jg.auto names '{task}', which the cluster does not "
-                f"have; it has {', '.join(known)}",
-                tasks=known,
+                f"have; it has {', '.join(cluster_tasks)}",
+                tasks=cluster_tasks,
             )
         if nbytes <= 0:
             raise ConfigError(

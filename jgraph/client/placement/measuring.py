@@ -95,31 +95,35 @@ class _Measuring:
         pairs = [(a, b) for a in self._tasks for b in self._tasks if a != b]
         links = [self._register(LinkProbe(tuple(pairs)).send, _NUMBER, "the links")]
         calls = [self._register(self._first, x, "the client's calls") for x in _CALLS]
-        ran: dict[str, list[RunMetadata]] = {p.handle: [] for p in [*speeds, *links]}
-        called: dict[str, list[float]] = {probe.handle: [] for probe in calls}
+        metadata: dict[str, list[RunMetadata]] = {
+            p.handle: [] for p in [*speeds, *links]
+        }
+        call_times: dict[str, list[float]] = {probe.handle: [] for probe in calls}
         for _ in range(_WARM + _ROUNDS):
             for probe in [*speeds, *(links if pairs else [])]:
-                ran[probe.handle].append(self._traced(probe))
+                metadata[probe.handle].append(self._traced(probe))
             for probe in calls:
-                called[probe.handle] += [self._called(probe) for _ in range(_IN_A_ROW)]
+                call_times[probe.handle] += [
+                    self._called(probe) for _ in range(_IN_A_ROW)
+                ]
         times = {
-            group: {task: seen(ran[probe.handle][_WARM:], task) for task in group}
+            group: {task: seen(metadata[probe.handle][_WARM:], task) for task in group}
             for group, probe in zip(groups, speeds, strict=True)
         }
-        found = {
+        task_speeds = {
             task: typical([times[t,][t] for t in self._like(task)]).speed(
                 self._hosts[task]
             )
             for task in self._tasks
         }
-        small, large = (called[probe.handle] for probe in calls)
-        master = found[self._cluster.master]
+        small, large = (call_times[probe.handle] for probe in calls)
+        master = task_speeds[self._cluster.master]
         nbytes = _CALLS[1].nbytes - _CALLS[0].nbytes
         moving = bandwidth(small, large, nbytes, master.bytes_per_s)
         latency = max(statistics.median(small) - master.segment_s, 0.0)
         return CostModel(
-            tasks=found,
-            links=links_of(ran[links[0].handle][_WARM:], pairs, found),
+            tasks=task_speeds,
+            links=links_of(metadata[links[0].handle][_WARM:], pairs, task_speeds),
             call=Link(latency, moving),
             crowding={h: _crowding(times, self._at(h)) for h in self._hosts.values()},
         )
@@ -143,9 +147,9 @@ class _Measuring:
             return x[0] * 2.0
 
     def _called(self, probe: _Probe) -> float:
-        began = self._clock.now()
+        start_s = self._clock.now()
         self._programs.run(probe.handle, [probe.feed], self._remaining_s(probe.what))
-        return self._clock.now() - began
+        return self._clock.now() - start_s
 
     def _traced(self, probe: _Probe) -> RunMetadata:
         remaining_s = self._remaining_s(probe.what)

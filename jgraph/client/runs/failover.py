@@ -114,10 +114,12 @@ def _may_be_master(cluster: Connection, task: TaskName) -> bool:
     view = event_loop.run(view_of(cluster, cluster.spec.address(task)))
     if view is None:
         return False
-    ready = any(told.task == task and told.state == "ready" for told in view.tasks)
+    ready = any(
+        status.task == task and status.state == "ready" for status in view.tasks
+    )
     # The spec is another if it was started anew.
-    known = ClusterSpec.from_json(view.cluster_json)
-    return ready and known.tasks() == cluster.spec.tasks()
+    spec = ClusterSpec.from_json(view.cluster_json)
+    return ready and spec.tasks() == cluster.spec.tasks()
 
 
 def lost_master(error: JGError, master: TaskName) -> JGError:

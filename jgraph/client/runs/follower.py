@@ -132,8 +132,8 @@ class RunFollower:
         self._is_over = threading.Event()
         self._position: dict[str, Any] | None = None
         self._tasks: dict[int, TaskName] = {}
-        self._lost = set[int]()  # replicas
-        self._asked = set[int]()
+        self._lost_replicas = set[int]()  # replicas
+        self._question_numbers = set[int]()
         self._waits = threading.Event()  # set: what was waited for is there
         self._inbox = _Inbox()
         self._items = iter(self._inbox)
@@ -197,9 +197,9 @@ class RunFollower:
 
     def _take(self, question: Question) -> None:
         """Takes a question: answers it, or lets who follows the run do so."""
-        if question.number in self._asked or self._owner is None:
+        if question.number in self._question_numbers or self._owner is None:
             return
-        self._asked.add(question.number)
+        self._question_numbers.add(question.number)
         owner = self._owner
         match question.kind:
             case "data":
@@ -244,15 +244,15 @@ class RunFollower:
         if body.task:
             again = body.replica in self._tasks and body.state == "running"
             self._tasks[body.replica] = TaskName(body.task)
-            if again and body.replica in self._lost:
-                told = "%s answers again and takes part in the run"
-                _RECOVER_LOG.warning(told, body.task)
+            if again and body.replica in self._lost_replicas:
+                text = "%s answers again and takes part in the run"
+                _RECOVER_LOG.warning(text, body.task)
             elif again:
                 _LOG.info("%s goes on with another loop", body.task)
-            self._lost.discard(body.replica)
+            self._lost_replicas.discard(body.replica)
         report = report_in(self._tasks, message)
         if report.state in {"lost", "left"}:
-            self._lost.add(report.replica)
+            self._lost_replicas.add(report.replica)
         if report.state == "lost":
             _LOG.warning("%s was lost; the other workers go on", report.task)
         if report.restored is not None:
@@ -271,7 +271,9 @@ class RunFollower:
 
     def _follow_masters(self) -> None:
         """Takes what the loops tell, at one master after the other."""
-        seen: defaultdict[int, ReportDeduplicator] = defaultdict(ReportDeduplicator)
+        deduplicators: defaultdict[int, ReportDeduplicator] = defaultdict(
+            ReportDeduplicator
+        )
         owner = self._owner is not None
         while True:
             try:
@@ -283,7 +285,7 @@ class RunFollower:
                     if body.HasField("question"):
                         name = self.info.name
                         self._take(question_in(self._cluster, address, name, body))
-                    elif (new := seen[body.replica].unseen(reply)) is not None:
+                    elif (new := deduplicators[body.replica].unseen(reply)) is not None:
                         self._pass_on(new)
             except (ClusterUnreachableError, TaskLostError, FencedError) as error:
                 if not self._is_of_master(error):
@@ -314,16 +316,16 @@ class RunFollower:
         address = self._cluster.spec.address(master)
         return isinstance(error, FencedError) or error.details.get("address") == address
 
-    def _next(self, lost: JGError) -> RunInfo:
+    def _next(self, error: JGError) -> RunInfo:
         """Waits until the run has another master, which the client has from then on.
 
         Args:
-          lost: how the one before was.
+          error: how the one before was.
 
         Raises:
           JGError: there is none.
         """
-        if isinstance(lost, TaskLeavingError | FencedError):
+        if isinstance(error, TaskLeavingError | FencedError):
             newest = None
             with suppress(JGError):  # then it is gone already
                 newest = self._newest()
@@ -331,12 +333,12 @@ class RunFollower:
                 self._cluster.move_to(newest.master)
                 return newest
             if newest is not None and newest.state == "failed":
-                raise lost
+                raise error
         if self._cluster.master == self.info.master:
-            take_over(self._cluster, lost)
-        gone = not isinstance(lost, TaskLeavingError | FencedError)
-        names_it = gone and self._owner is not None
-        return wait_for_new_master(self._cluster, self.info, lost, names_it=names_it)
+            take_over(self._cluster, error)
+        is_gone = not isinstance(error, TaskLeavingError | FencedError)
+        names_it = is_gone and self._owner is not None
+        return wait_for_new_master(self._cluster, self.info, error, names_it=names_it)
 
     def _newest(self) -> RunInfo | None:
         """Returns how the run stands at its newest master; None: nobody knows it."""
@@ -354,41 +356,41 @@ class RunFollower:
 
 
 def wait_for_new_master(
-    cluster: Connection, old: RunInfo, lost: JGError, *, names_it: bool = False
+    cluster: Connection, old: RunInfo, error: JGError, *, names_it: bool = False
 ) -> RunInfo:
     """Waits until a run has another master, which the client has from then on.
 
     Args:
       cluster: the client; it has another master already.
       old: the run at the master that was lost.
-      lost: why that is thought to be lost.
+      error: why that is thought to be lost.
       names_it: tell the standby that it is to take over: the run ends with this client.
 
     Raises:
       JGError: there is none.
     """
     # The standby waits for a silent master, too.
-    polling, named = Polling(_POLL_S, 2 * END_S), Polling(0.0, _SUCCEED_S)
+    polling, succession = Polling(_POLL_S, 2 * END_S), Polling(0.0, _SUCCEED_S)
     while standbys_of(cluster.tasks(), old.master):
         runs = list[RunInfo]()
         # The task that the client asks meanwhile may be lost, too: it asks again.
         with suppress(ClusterUnreachableError, TaskLostError):
             runs = ask_with_failover(cluster, lambda: runs_of(cluster))
-        for found in runs:
-            if found.name == old.name and found.term > old.term:
-                cluster.move_to(found.master)
-                return found
+        for run in runs:
+            if run.name == old.name and run.term > old.term:
+                cluster.move_to(run.master)
+                return run
             # One of a term before is of a master that was replaced, and still says so.
-            if found.name != old.name or found.term != old.term:
+            if run.name != old.name or run.term != old.term:
                 continue
-            if found.state == "failed":
-                raise lost
-            if found.state != "running":  # it ended while this client was away
-                cluster.move_to(found.master)
-                return found
-        if names_it and not event_loop.run(named.again()):
+            if run.state == "failed":
+                raise error
+            if run.state != "running":  # it ended while this client was away
+                cluster.move_to(run.master)
+                return run
+        if names_it and not event_loop.run(succession.again()):
             succeed_run(cluster, old)
             names_it = False
         if not event_loop.run(polling.again()):
             break
-    raise lost_master(lost, old.master)
+    raise lost_master(error, old.master)

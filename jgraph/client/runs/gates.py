@@ -80,13 +80,13 @@ def staleness_of(
       shards: tasks with the gate.
       workers: by the handles of their programs.
     """
-    found: dict[TaskName, dict[TaskName, dict[int, int]]] = {}
+    staleness: dict[TaskName, dict[TaskName, dict[int, int]]] = {}
     for row in stale_updates(cluster, gate, shards):
         # The master gives the programs of those that it takes back other ends.
         worker = workers[row.handle.partition("~")[0]]
-        ages = found.setdefault(worker, {}).setdefault(row.task, {})
+        ages = staleness.setdefault(worker, {}).setdefault(row.task, {})
         ages[row.staleness] = ages.get(row.staleness, 0) + row.updates
-    return found
+    return staleness
 
 
 def stale_updates(

@@ -31,15 +31,15 @@ class DrainHolds:
 
     def hold(self, tasks: Iterable[TaskName]) -> None:
         """Holds these too; returns when they know, or do not answer."""
-        begun: list[Future[None]] = []
+        answers: list[Future[None]] = []
         for task in tasks:
             if task not in self._calls or self._calls[task].done():
-                held = Future[None]()
+                answer = Future[None]()
                 self._calls[task] = asyncio.run_coroutine_threadsafe(
-                    self._hold(task, held), event_loop.event_loop()
+                    self._hold(task, answer), event_loop.event_loop()
                 )
-                begun.append(held)
-        wait(begun, timeout=CONTROL_S)
+                answers.append(answer)
+        wait(answers, timeout=CONTROL_S)
 
     def hold_needed(self) -> None:
         """Holds what the run has now, and is not held."""
@@ -52,9 +52,9 @@ class DrainHolds:
             for call in calls:
                 call.cancel()
 
-        gone = [task for task in tasks if task in self._calls]
-        event_loop.run(hang_up([self._calls.pop(task) for task in gone]))
-        self._told.difference_update(gone)
+        ends = [task for task in tasks if task in self._calls]
+        event_loop.run(hang_up([self._calls.pop(task) for task in ends]))
+        self._told.difference_update(ends)
 
     @property
     def told(self) -> frozenset[TaskName]:
@@ -68,20 +68,20 @@ class DrainHolds:
     def _needed(self) -> list[TaskName]:
         return [*self._cluster.tasks("ps"), self._cluster.master]
 
-    async def _hold(self, task: TaskName, held: Future[None]) -> None:
+    async def _hold(self, task: TaskName, answer: Future[None]) -> None:
         address = self._cluster.spec.address(task)
         call = lambda: self._cluster.transport.call(
             address, "DrainHold", frame(empty=pb.Empty()), timeout_s=bounded_s(0.0)
         )
         try:
             async with aclosing(holding(call)) as news:
-                async for said in news:
-                    if not held.done():
-                        held.set_result(None)
+                async for word in news:
+                    if not answer.done():
+                        answer.set_result(None)
                     if task not in self._needed():
                         return  # a master that was replaced may end
-                    if said == "told":
+                    if word == "told":
                         self._told.add(task)
         finally:
-            if not held.done():
-                held.set_result(None)
+            if not answer.done():
+                answer.set_result(None)

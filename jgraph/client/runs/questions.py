@@ -55,13 +55,13 @@ class Question:
         if self.is_answered:
             return False
         self.is_answered = True
-        told = pb.RunAnswer(run=self.run, number=self.number, step=step)
+        answer = pb.RunAnswer(run=self.run, number=self.number, step=step)
         if position is not None:
-            told.position = json.dumps(position)
+            answer.position = json.dumps(position)
         if error is not None:
-            told.error.CopyFrom(to_status(error))
+            answer.error.CopyFrom(to_status(error))
         try:
-            request = frame(run_answer=told)
+            request = frame(run_answer=answer)
             reply = self.cluster.call("Master.AnswerRun", request, to=self.master)
         except JGError:
             return False
@@ -72,10 +72,10 @@ def question_in(
     cluster: Connection, master: Address, run: str, report: pb.LoopReport
 ) -> Question:
     """Returns the question that a report is."""
-    asked = report.question
+    question = report.question
     return Question(
-        *(cluster, master, run, asked.number, asked.kind),
-        position=json.loads(asked.position) if asked.position else None,
-        tasks=tuple(map(TaskName, asked.tasks)),
-        what=asked.what,
+        *(cluster, master, run, question.number, question.kind),
+        position=json.loads(question.position) if question.position else None,
+        tasks=tuple(map(TaskName, question.tasks)),
+        what=question.what,
     )

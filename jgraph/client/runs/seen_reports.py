@@ -11,11 +11,11 @@ class ReportDeduplicator:
     """Of one replica of a run that outlives its client."""
 
     def __init__(self) -> None:
-        self._over: set[str] = set()  # loops of which nothing new will come
+        self._past_loops: set[str] = set()  # loops of which nothing new will come
         self._loop = ""
         self._number = 0
         self._next_step = 0
-        self._restored = 0
+        self._last_restore = 0
 
     def unseen(self, report: Frame) -> Frame | None:
         """Returns what is new in a report, which counts as seen from here on.
@@ -25,16 +25,16 @@ class ReportDeduplicator:
         """
         body, (steps, seconds, *fetches) = body_of(report), report.tensors
         if body.HasField("restored"):
-            is_new = body.restored.number > self._restored
-            self._restored = max(self._restored, body.restored.number)
+            is_new = body.restored.number > self._last_restore
+            self._last_restore = max(self._last_restore, body.restored.number)
             return report if is_new else None
-        if body.loop in self._over:
+        if body.loop in self._past_loops:
             return None
         if body.loop != self._loop:
-            self._over.add(self._loop)
+            self._past_loops.add(self._loop)
             self._loop, self._number, self._next_step = body.loop, 0, 0
         elif body.state == "lost":
-            self._over.add(body.loop)
+            self._past_loops.add(body.loop)
             return report
         elif body.number <= self._number:
             return None

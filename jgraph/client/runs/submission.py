@@ -50,14 +50,14 @@ def submit_run(
     Raises:
       JGError: it does not begin.
     """
-    left = len(cluster.tasks())
+    remaining = len(cluster.tasks())
     while True:
         master, run = cluster.master, unique("run")
         try:
             row = _order_run(cluster, run, make, about, data)
         except (ClusterUnreachableError, TaskLostError) as error:
-            left -= 1
-            if not left or error.details.get("task", master) != master:
+            remaining -= 1
+            if not remaining or error.details.get("task", master) != master:
                 raise
             take_over(cluster, error)
             continue
@@ -77,8 +77,8 @@ def _order_run(
     """Tells the master all of a run; returns how it stands then."""
     requests, gate = make(run)
     arbiter = next((one for one in requests if one.sync is not None), None)
-    dealt = data if arbiter is None else arbiter.sync
-    assert dealt is not None  # which a master deals out
+    deal = data if arbiter is None else arbiter.sync
+    assert deal is not None  # which a master deals out
     _open_run(cluster, run, about, gate)
     if data is not None:
         open_data(cluster, run, data)
@@ -86,7 +86,7 @@ def _order_run(
         order = order_in_run(
             *(request, f"{run}-{request.replica}"),
             run=run,
-            plan=plain(dealt.plan),
+            plan=plain(deal.plan),
             arbiter=arbiter,
         )
         cluster.call("Master.RunLoop", frame(run_loop=order))

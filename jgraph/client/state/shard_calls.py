@@ -94,4 +94,6 @@ def _ask_all(
     if not proof or not by_task:
         return {}
     with ThreadPoolExecutor(len(by_task)) as pool:
-        return {s: sums for told in pool.map(ask, by_task) for s, sums in told.items()}
+        return {
+            s: sums for answer in pool.map(ask, by_task) for s, sums in answer.items()
+        }

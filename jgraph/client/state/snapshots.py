@@ -59,8 +59,8 @@ class SnapshotHandle:
     def read(self, variables: Sequence[Variable]) -> dict[str, Any]:
         """Returns the values of variables by name."""
         shards = shards_of(variables)
-        found = self.values.read([self.copies[s.spec.key] for s in shards])
-        values = {shard.spec.key: found[shard.name] for shard in shards}
+        arrays = self.values.read([self.copies[s.spec.key] for s in shards])
+        values = {shard.spec.key: arrays[shard.name] for shard in shards}
         return {v.name: joined(v, values) for v in variables}
 
     def read_shard(self, shard: Shard) -> np.ndarray[Any, Any]:
@@ -76,7 +76,7 @@ class SnapshotHandle:
         sharding = variable.spec.sharding
         if sharding is not None and sharding.axis != 0:
             return []
-        found, start = [], 0
+        shards, start = [], 0
         for number, part in enumerate(variable.shards):
             copy, task = self.copies[part.spec.key], self.tasks[part.spec.key]
             type_ = value_type(part.spec.aval)
@@ -84,10 +84,10 @@ class SnapshotHandle:
             if sharding is not None and sharding.layout.kind == "mod":
                 rows = replace(rows, start=number, step=sharding.shards)
             start += rows.count
-            stored = StoredVariable(copy.name, type_, copy.spec.container)
-            self._by_stored[stored] = copy
-            found.append(Shard(task, stored, rows))
-        return found
+            source = StoredVariable(copy.name, type_, copy.spec.container)
+            self._by_stored[source] = copy
+            shards.append(Shard(task, source, rows))
+        return shards
 
 
 @final
@@ -148,7 +148,7 @@ class Snapshots:
         copies = [self._copy(shard, container) for shard in shards]
         with types_of(shards):
             graph, _ = trace(partial(_copied, shards, copies), variables=shards)
-            planned = plan(
+            copy_plan = plan(
                 graph,
                 tasks=self._cluster.tasks(),
                 driver=driver,
@@ -161,7 +161,7 @@ class Snapshots:
         handle = SnapshotHandle(
             self._values, by_key, tasks, lambda: self._cluster.reset(container)
         )
-        return planned.program, handle
+        return copy_plan.program, handle
 
     def prepared(self, variables: Sequence[Variable]) -> Callable[[], SnapshotHandle]:
         """Returns what takes a snapshot at once; each in place of the one before."""
@@ -188,8 +188,8 @@ class Snapshots:
         sources = [source for source, _ in pairs]
         self._variables.look_up(v.spec for pair in pairs for v in pair)
         for piece in [sources] if at_once and sources else in_pieces(sources):
-            given = [targets[source.spec.key] for source in piece]
-            self._values.run_once("copy", partial(_copied, piece, given), piece)
+            copies = [targets[source.spec.key] for source in piece]
+            self._values.run_once("copy", partial(_copied, piece, copies), piece)
 
     def _copy(self, shard: Variable, container: str) -> Variable:
         # Never initialised: the snapshot is what writes it first.
