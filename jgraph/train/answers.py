@@ -99,15 +99,15 @@ class Asked:
             return every is not None and step // every != last // every
 
         def save_and_go_on() -> bool:
-            stood: list[bool] = []
+            halts: list[bool] = []
 
             def told() -> bool:
-                stood.append(go_on())
-                return stood[-1]
+                halts.append(go_on())
+                return halts[-1]
 
             if saving is not None and is_due(order.save_every):
                 saving.save_halted(told)
-            return all(stood) if stood else go_on()
+            return all(halts) if halts else go_on()
 
         if attempt.evaluations is not None and is_due(order.eval_every):
             attempt.evaluations.begin_halted(save_and_go_on)

@@ -35,27 +35,27 @@ def find_run(cluster: Cluster, name: str | None) -> RunInfo:
     """
     runs = cluster.runs()
     if name is None:
-        found = [run for run in runs if run.state == "running"]
+        matches = [run for run in runs if run.state == "running"]
     else:
-        found = [run for run in runs if run.name == name]
-    if len(found) == 1:
-        return found[0]
-    known = ", ".join(f"'{run.name}' ({run.state})" for run in runs) or "none"
-    wanted = "one run that goes on" if name is None else f"the run '{name}'"
+        matches = [run for run in runs if run.name == name]
+    if len(matches) == 1:
+        return matches[0]
+    listing = ", ".join(f"'{run.name}' ({run.state})" for run in runs) or "none"
+    subject = "one run that goes on" if name is None else f"the run '{name}'"
     raise ConfigError(
-        f"the cluster does not have {wanted}; its runs are: {known}. Runs outlive "
+        f"the cluster does not have {subject}; its runs are: {listing}. Runs outlive "
         "their client with fit(…, detached=True)"
     )
 
 
-def attach(given: TrainerConfig, parts: TrainerBuild, name: str | None) -> Attempt:
+def attach(config: TrainerConfig, parts: TrainerBuild, name: str | None) -> Attempt:
     """Returns what follows a run that another client began; see ``Trainer.attach``."""
-    cluster = given.cluster
-    check_detachable(cluster, given.strategy)
+    cluster = config.cluster
+    check_detachable(cluster, config.strategy)
     assert cluster is not None  # checked
     info = find_run(cluster, name)
     try:
-        adopt = partial(_adopt, cluster, info, given.clock)
+        adopt = partial(_adopt, cluster, info, config.clock)
         runner = parts.adopt(info.container, adopt)
     except UninitializedError as error:
         where = info.checkpoints

@@ -62,14 +62,16 @@ class FitRequest:
     @property
     def whole(self) -> bool:
         """Whether all that is evaluated is kept, until another is better."""
-        given = self.checkpoint
-        return self.keeps_evaluated or (given is not None and given.best is not None)
+        options = self.checkpoint
+        return self.keeps_evaluated or (
+            options is not None and options.best is not None
+        )
 
     def __post_init__(self) -> None:
-        given = self.checkpoint
-        if not (given is None or isinstance(given, Checkpoints)):
+        options = self.checkpoint
+        if not (options is None or isinstance(options, Checkpoints)):
             raise ConfigError(
-                f"checkpoint is {given!r:.60}; give jg.Checkpoints('runs/mlp', "
+                f"checkpoint is {options!r:.60}; give jg.Checkpoints('runs/mlp', "
                 "every=1000)"
             )
         if self.whole and self.eval_data is None:
@@ -113,7 +115,7 @@ class Attempt:
 
 _LOG = logging.getLogger("jgraph.checkpoint")
 _DATA_LOG = logging.getLogger("jgraph.data")
-_Opened: TypeAlias = tuple[Dataset, Dataset | None]
+_Datasets: TypeAlias = tuple[Dataset, Dataset | None]
 
 
 @final
@@ -122,8 +124,8 @@ class Attempts:
 
     Args:
       parts: of the Trainer.
-      given: to the Trainer.
-      wanted: of the run.
+      config: of the Trainer.
+      request: of the run.
 
     Raises:
       ConfigError: a run that cannot be detached.
@@ -131,42 +133,42 @@ class Attempts:
     """
 
     def __init__(
-        self, parts: TrainerBuild, given: TrainerConfig, wanted: FitRequest
+        self, parts: TrainerBuild, config: TrainerConfig, request: FitRequest
     ) -> None:
         self._parts = parts
-        self._given = given
-        self._wanted = wanted
-        if wanted.lease_s is None:
-            check_detachable(given.cluster, given.strategy)
-        self._opened = self._open()
-        dataset = self._opened[0]
-        if wanted.lease_s is None and dataset.fed is not None:
+        self._config = config
+        self._request = request
+        if request.lease_s is None:
+            check_detachable(config.cluster, config.strategy)
+        self._datasets = self._open()
+        dataset = self._datasets[0]
+        if request.lease_s is None and dataset.fed is not None:
             raise ConfigError(
                 "this process reads the data and sends it to the workers, and a "
                 "detached run goes on without it; give arrays, or a jg.Source that "
                 "the workers read"
             )
-        self._batch_size = dataset.batch_size(wanted.batch_size)
+        self._batch_size = dataset.batch_size(request.batch_size)
 
     def _steps(self, dataset: Dataset) -> int:
         """Returns the updates of the run; an epoch is as many as have all batches."""
-        wanted = self._wanted
-        if wanted.steps is not None or wanted.epochs is None:
-            return wanted.steps or 0
+        request = self._request
+        if request.steps is not None or request.epochs is None:
+            return request.steps or 0
         batches = dataset.batches_per_epoch(self._batch_size)
-        each = batches_per_update(self._given.cluster, self._given.strategy)
-        return max(1, wanted.epochs * batches // each)
+        each = batches_per_update(self._config.cluster, self._config.strategy)
+        return max(1, request.epochs * batches // each)
 
-    def _open(self) -> _Opened:
-        given, wanted = self._given, self._wanted
+    def _open(self) -> _Datasets:
+        config, request = self._config, self._request
         dataset = as_source_or_dataset(
-            wanted.data,
-            given.cluster,
-            finite=given.check_finite,
-            batch_size=wanted.batch_size,
+            request.data,
+            config.cluster,
+            finite=config.check_finite,
+            batch_size=request.batch_size,
             known=self._parts.trained_on,
         )
-        return dataset, as_evaluated(wanted.eval_data, given.cluster, dataset)
+        return dataset, as_evaluated(request.eval_data, config.cluster, dataset)
 
     def make(self) -> Attempt:
         """Returns what does it.
@@ -175,37 +177,39 @@ class Attempts:
           CheckpointError: the directory has steps that are not before this run's.
           CheckpointWriterError: another process saves to the same directory.
         """
-        wanted, (dataset, evaluated) = self._wanted, self._opened
+        request, (dataset, eval_dataset) = self._request, self._datasets
         self._parts.carry_over()
-        made = self._parts.prepare(dataset, self._batch_size)
-        step, runner, _ = made
-        if wanted.checkpoint is not None:
+        build = self._parts.prepare(dataset, self._batch_size)
+        step, runner, _ = build
+        if request.checkpoint is not None:
             checkpoint.check_names(step.names)
-        if wanted.lease_s is None and wanted.checkpoint is not None:
-            check_remote_saving(wanted.checkpoint, step)
+        if request.lease_s is None and request.checkpoint is not None:
+            check_remote_saving(request.checkpoint, step)
         first = runner.state.global_step()
 
-        def take(taken: Callable[[], None] | None = None) -> Snapshot:
+        def take(go_on: Callable[[], None] | None = None) -> Snapshot:
             # The position first: what is trained meanwhile comes again, none is left
             # out.
             position = runner.position()
-            kept = runner.state.keep(taken)
-            tree = step.unflatten(kept.values)
+            snapshot = runner.state.keep(go_on)
+            tree = step.unflatten(snapshot.values)
             step_now = int(tree["global_step"])
-            return Snapshot(step_now, tree, position, kept.release, kept.is_live)
+            return Snapshot(
+                step_now, tree, position, snapshot.release, snapshot.is_live
+            )
 
-        asks_client = self._given.cluster is not None and wanted.lease_s is not None
+        asks_client = self._config.cluster is not None and request.lease_s is not None
         order = Order(
             dataset,
             self._steps(dataset),
             self._batch_size,
-            self._given.seed,
-            wanted.eval_every,
-            checkpoint=wanted.checkpoint,
-            evaluates_halted=wanted.whole and asks_client,
-            stop=wanted.stop,
-            lease_s=wanted.lease_s,
-            wait_s=wanted.wait_s,
+            self._config.seed,
+            request.eval_every,
+            checkpoint=request.checkpoint,
+            evaluates_halted=request.whole and asks_client,
+            stop=request.stop,
+            lease_s=request.lease_s,
+            wait_s=request.wait_s,
         )
         return Attempt(
             runner=runner,
@@ -213,24 +217,24 @@ class Attempts:
             first=first,
             total=first + order.steps,
             batch_size=self._batch_size,
-            stop=wanted.stop,
-            ends_here=wanted.lease_s is not None,
+            stop=request.stop,
+            ends_here=request.lease_s is not None,
             order=order,
             evaluations=make_evaluations(
-                *(self._parts.evaluator_task, wanted.evaluate),
-                *(wanted.eval_data, evaluated),
-                whole=wanted.whole,
+                *(self._parts.evaluator_task, request.evaluate),
+                *(request.eval_data, eval_dataset),
+                whole=request.whole,
             ),
-            restore=lambda path: fill_from(made, path, check_first=False),
+            restore=lambda path: fill_from(build, path, check_first=False),
             saving=self._saving(take, first),
         )
 
     def _saving(self, take: Take, first: int) -> Saver | RemoteSaver | None:
         """Returns what takes the checkpoints of the run; None: there are none."""
-        options, cluster = self._wanted.checkpoint, self._given.cluster
+        options, cluster = self._request.checkpoint, self._config.cluster
         if options is None:
             return None
-        if self._wanted.lease_s is None:
+        if self._request.lease_s is None:
             assert cluster is not None  # checked
             return RemoteSaver(options, take, first, cluster)
         if cluster is None:
@@ -247,11 +251,11 @@ def _chunks(runner: Runner, order: Order) -> Generator[Chunk, None, None]:
         yield from runner.run(order)
 
 
-def fill_from(made: Built, path: Path, *, check_first: bool = True) -> Imported | None:
+def fill_from(parts: Built, path: Path, *, check_first: bool = True) -> Imported | None:
     """Gives variables and position the values of a checkpoint.
 
     Args:
-      made: of these.
+      parts: of these.
       path: a checkpoint, or a directory of which the newest good step is taken: the
         newest of jgraph, if it has one, else the newest of another program.
       check_first: a checkpoint that turns out to be damaged changes nothing.
@@ -265,8 +269,8 @@ def fill_from(made: Built, path: Path, *, check_first: bool = True) -> Imported 
     """
     put_back(path)
     if not is_ours(path) and not our_steps(path) and (other := find(path)):
-        return _take_from(made, other)
-    step, runner, _ = made
+        return _take_from(parts, other)
+    step, runner, _ = parts
     like = step.unflatten(runner.state.places())
     growing = [name for table in step.tables for name in table.names]
 
@@ -279,26 +283,26 @@ def fill_from(made: Built, path: Path, *, check_first: bool = True) -> Imported 
     return None
 
 
-def _take_from(made: Built, path: Path) -> Imported:
+def _take_from(parts: Built, path: Path) -> Imported:
     """Gives variables the values of a checkpoint of another program."""
-    step, runner, _ = made
-    stored = read(path)
-    wanted = {v.name: plain_type(v.spec.aval) for v in step.variables}
-    found, imported = match(path, stored, wanted)
+    step, runner, _ = parts
+    arrays = read(path)
+    types = {v.name: plain_type(v.spec.aval) for v in step.variables}
+    by_name, summary = match(path, arrays, types)
     values = [
-        from_plain(found[variable.name], variable.spec.aval)
-        if variable.name in found
+        from_plain(by_name[variable.name], variable.spec.aval)
+        if variable.name in by_name
         else value
         for variable, value in zip(step.variables, runner.state.values(), strict=True)
     ]
     runner.state.load(values)
-    log = _LOG.warning if imported.missing else _LOG.info
-    log("restored a checkpoint of another program:\n%s", imported)
-    return imported
+    log = _LOG.warning if summary.missing else _LOG.info
+    log("restored a checkpoint of another program:\n%s", summary)
+    return summary
 
 
 def save_to(
-    made: Built,
+    parts: Built,
     path: str | Path,
     values: Sequence[Any] | None,
     position: Position,
@@ -310,11 +314,11 @@ def save_to(
     Raises:
       CheckpointError: the directory exists, or cannot be written.
     """
-    step, runner, _ = made
-    kept = runner.state.keep() if values is None else RunSnapshot(values)
+    step, runner, _ = parts
+    snapshot = runner.state.keep() if values is None else RunSnapshot(values)
     try:
-        tree = step.unflatten(kept.values)
+        tree = step.unflatten(snapshot.values)
         with show_wait(f"saving {path}"):
             return checkpoint.save(path, tree, position, overwrite=overwrite)
     finally:
-        kept.release()
+        snapshot.release()

@@ -116,29 +116,31 @@ def export(
     where = Path(path).expanduser().absolute()
     check_model_name(where.name)
     platform = jax.export.default_export_platform()
-    given = tuple(platforms or (platform,))
+    targets = tuple(platforms or (platform,))
     with show_wait(f"exporting {where.name}"):
         source = _source(model, params)
-        named = _Example.of(example, batch=batch)
+        call_example = _Example.of(example, batch=batch)
         arrays = _named_arrays(source.values)
         functions = {DEFAULT: fn, **(signatures or {})}
-        exported: dict[str, Signature] = {}
+        exports: dict[str, Signature] = {}
         programs: dict[str, bytes] = {}
         for name, function in functions.items():
-            signature, code = _exported(source, named, function, given, list(arrays))
-            if platform in given:
-                segment = SegmentCode(signature.program, code, given, name)
+            signature, code = _exported(
+                source, call_example, function, targets, list(arrays)
+            )
+            if platform in targets:
+                segment = SegmentCode(signature.program, code, targets, name)
                 run = CompileCache().load(segment)
-                loaded = LoadedFunction(signature, run, list(arrays.values()))
-                independent = _tried(loaded, named, rtol, name)
+                trial = LoadedFunction(signature, run, list(arrays.values()))
+                independent = _tried(trial, call_example, rtol, name)
                 signature = replace(signature, rows_independent=independent, rtol=rtol)
-            exported[name] = signature
+            exports[name] = signature
             programs[signature.program] = code
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        manifest = ModelManifest(exported, {}, given, {"time": now})
-        row = named.values if batch is None else named.rows(0, 1)
+        manifest = ModelManifest(exports, {}, targets, {"time": now})
+        row = call_example.values if batch is None else call_example.rows(0, 1)
         number = write_version(
-            where, manifest, arrays, programs, dict.fromkeys(exported, row), version
+            where, manifest, arrays, programs, dict.fromkeys(exports, row), version
         )
     if label is not None:
         set_label(where, label, number)
@@ -184,18 +186,18 @@ def _is_function(model: Any) -> bool:
     return callable(model) and not is_model
 
 
-def _of_trained(trained: Predictor) -> _Source:
-    _check_no_tables(trained.tables)
+def _of_trained(predictor: Predictor) -> _Source:
+    _check_no_tables(predictor.tables)
 
     def call(values: Tree, x: Any, fn: Callable[..., Any] | None) -> Any:
         if isinstance(x, tuple):
             spread: Callable[..., Any] = lambda first, inputs: (
                 first(*inputs) if fn is None else fn(first, *inputs)
             )
-            return trained.predict(values["params"], values["state"], x, spread)
-        return trained.predict(values["params"], values["state"], x, fn)
+            return predictor.predict(values["params"], values["state"], x, spread)
+        return predictor.predict(values["params"], values["state"], x, fn)
 
-    values = {"params": trained.params, "state": trained.state}
+    values = {"params": predictor.params, "state": predictor.state}
     return _Source(call, values, _names_after_first)
 
 
@@ -276,21 +278,22 @@ class _Example:
 
     @classmethod
     def of(cls, example: Any, batch: str | None) -> "_Example":
-        kind, named = "array", {"x": example}
+        kind, by_name = "array", {"x": example}
         if isinstance(example, Mapping):
-            kind, named = "dict", dict(example)
+            kind, by_name = "dict", dict(example)
         elif isinstance(example, tuple | list):
-            kind, named = "tuple", {str(n): one for n, one in enumerate(example)}
-        if not named or not all(isinstance(name, str) for name in named):
+            kind, by_name = "tuple", {str(n): one for n, one in enumerate(example)}
+        if not by_name or not all(isinstance(name, str) for name in by_name):
             raise ArtifactError("the example has no inputs with names; give a batch")
-        values = {name: _as_array(name, one) for name, one in named.items()}
+        values = {name: _as_array(name, one) for name, one in by_name.items()}
         if batch is not None:
             sizes = {name: one.shape[:1] for name, one in values.items()}
             if len(set(sizes.values())) > 1 or () in sizes.values():
-                told = ", ".join(f"{n}: {values[n].shape}" for n in sizes)
+                counts = ", ".join(f"{n}: {values[n].shape}" for n in sizes)
                 raise ArtifactError(
-                    f"the inputs of the example have different numbers of rows ({told})"
-                    "; give examples along axis 0, equally many, or batch=None"
+                    "the inputs of the example have different numbers of rows "
+                    f"({counts}); give examples along axis 0, equally many, or "
+                    "batch=None"
                 )
             if (0,) in sizes.values():
                 raise ArtifactError("the example has no rows; give one at least")
@@ -345,13 +348,13 @@ def _exported(
     arguments: list[str],
 ) -> tuple[Signature, bytes]:
     """Returns the signature of a function, and its code."""
-    named = example.called(source.names(fn) if example.kind == "tuple" else ())
+    call_example = example.called(source.names(fn) if example.kind == "tuple" else ())
     tree = jax.tree.structure(source.values)
     names: list[str] = []
 
     def flat(*args: Any) -> list[Any]:
         values = jax.tree.unflatten(tree, args[: len(arguments)])
-        inputs = named.passed(args[len(arguments) :])
+        inputs = call_example.passed(args[len(arguments) :])
         outputs = _outputs(source.call(values, inputs, fn))
         names[:] = outputs
         return list(outputs.values())
@@ -362,17 +365,17 @@ def _exported(
     ]
     scope = jax.export.SymbolicScope(["b >= 1"])
     specs = []
-    for name, value in named.values.items():
+    for name, value in call_example.values.items():
         shape: Any = value.shape
-        if named.batch is not None:
+        if call_example.batch is not None:
             text = ",".join(["b", *map(str, value.shape[1:])])
             shape = jax.export.symbolic_shape(text, scope=scope)
         types.append(jax.ShapeDtypeStruct(shape, value.dtype))
         sizes = tuple(None if _compat.is_symbolic(n) else int(n) for n in shape)
         specs.append(TensorSpec(name, value.dtype.name, sizes))
-    code, avals = _lowered(flat, types, platforms, named.batch)
+    code, avals = _lowered(flat, types, platforms, call_example.batch)
     outputs = [
-        _output(name, aval, named.batch)
+        _output(name, aval, call_example.batch)
         for name, aval in zip(names, avals, strict=True)
     ]
     signature = Signature(
@@ -380,20 +383,20 @@ def _exported(
         tuple(specs),
         tuple(outputs),
         tuple(arguments),
-        is_batched=named.batch is not None,
+        is_batched=call_example.batch is not None,
     )
     return signature, code
 
 
 def _outputs(result: Any) -> dict[str, Any]:
     if isinstance(result, Mapping):
-        found = {str(name): value for name, value in result.items()}
+        outputs = {str(name): value for name, value in result.items()}
     elif isinstance(result, tuple | list):
-        found = {f"y_{n}": value for n, value in enumerate(result)}
+        outputs = {f"y_{n}": value for n, value in enumerate(result)}
     else:
-        found = {"y": result}
+        outputs = {"y": result}
     try:
-        return {name: jnp.asarray(value) for name, value in found.items()}
+        return {name: jnp.asarray(value) for name, value in outputs.items()}
     except (TypeError, ValueError) as error:
         raise ArtifactError(
             "the function returns what is no array; return an array, a tuple of "
@@ -427,10 +430,10 @@ def _lowered(
         def model(*args: Any) -> Any:  # its name is in the code, and so in the digest
             return flat(*args)
 
-        jitted = jax.jit(model, keep_unused=True)
+        model_jit = jax.jit(model, keep_unused=True)
         with _compat.no_locations():
-            made = jax.export.export(jitted, platforms=platforms)(*types)
-            return bytes(made.serialize()), made.out_avals
+            module = jax.export.export(model_jit, platforms=platforms)(*types)
+            return bytes(module.serialize()), module.out_avals
     except _CANNOT as error:
         if isinstance(error, ArtifactError | CallbackError):
             raise
@@ -473,27 +476,27 @@ def _tried(function: LoadedFunction, example: _Example, rtol: float, name: str) 
         function(list(example.values.values()))
         return False
     rng = np.random.default_rng(0)
-    tried = example.rows(0, 3)
+    rows = example.rows(0, 3)
     alone = [
-        function([one[row : row + 1] for one in tried.values()]) for row in range(3)
+        function([one[row : row + 1] for one in rows.values()]) for row in range(3)
     ]
     for count in _ROWS[1:]:
-        among = [_among(one, count, rng) for one in tried.values()]
+        among = [_among(one, count, rng) for one in rows.values()]
         for row in range(3):
             place = int(rng.integers(count))
-            for array, one in zip(among, tried.values(), strict=True):
+            for array, one in zip(among, rows.values(), strict=True):
                 array[place] = one[row]
-            for spec, got, wanted in zip(
+            for spec, answer, reference in zip(
                 function.signature.outputs, function(among), alone[row], strict=True
             ):
-                if not _is_close(got[place], wanted[0], rtol):
+                if not _is_close(answer[place], reference[0], rtol):
                     _LOG.warning(
                         "%s: '%s' of a row depends on the rows beside it (%s alone, %s "
                         "among %d), so servers will compute each request alone.",
                         name,
                         spec.name,
-                        short(np.ravel(wanted[0]).tolist()),
-                        short(np.ravel(got[place]).tolist()),
+                        short(np.ravel(reference[0]).tolist()),
+                        short(np.ravel(answer[place]).tolist()),
                         count,
                     )
                     return False
@@ -512,7 +515,11 @@ def _among(values: Array, count: int, rng: np.random.Generator) -> Array:
     return rows
 
 
-def _is_close(got: Array, wanted: Array, rtol: float) -> bool:
-    got64, wanted64 = (np.asarray(one, np.float64) for one in (got, wanted))
-    scale = float(np.max(np.abs(wanted64), initial=0.0, where=np.isfinite(wanted64)))
-    return np.allclose(got64, wanted64, rtol=rtol, atol=rtol * scale, equal_nan=True)
+def _is_close(answer: Array, reference: Array, rtol: float) -> bool:
+    answer64, reference64 = (np.asarray(one, np.float64) for one in (answer, reference))
+    scale = float(
+        np.max(np.abs(reference64), initial=0.0, where=np.isfinite(reference64))
+    )
+    return np.allclose(
+        answer64, reference64, rtol=rtol, atol=rtol * scale, equal_nan=True
+    )

@@ -94,7 +94,7 @@ class Fit:
         ).start()
 
     def _work(self, release: Callable[[], None]) -> None:
-        attempt, began = self.attempt, self.clock.now()
+        attempt, start_s = self.attempt, self.clock.now()
         error: BaseException | None = None
         values: Sequence[Any] | None = None
         position: Position = None
@@ -102,10 +102,10 @@ class Fit:
             for callback in self.callbacks:
                 hook(callback, "begin", self.run)
             with attempt.saving or contextlib.nullcontext():
-                self._train_and_finish(began)
+                self._train_and_finish(start_s)
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = caught
-        runner, told = attempt.runner, self.history.steps
+        runner, steps = attempt.runner, self.history.steps
         try:
             for callback in self.callbacks:
                 hook(callback, "end", self.run)
@@ -124,9 +124,9 @@ class Fit:
         finally:
             runner.state.let_go()
             release()
-        is_done = max(told, self.history.steps) >= attempt.total
-        done = "done" if is_done else "stopped"
-        self.run.finish("failed" if error else done, values, position, error)
+        is_done = max(steps, self.history.steps) >= attempt.total
+        state = "done" if is_done else "stopped"
+        self.run.finish("failed" if error else state, values, position, error)
 
     def _warn_of_nan(self) -> None:
         report = self.run.last_report
@@ -155,28 +155,28 @@ class Fit:
         self.history.events = runner.state.events()
         return values, runner.position()
 
-    def _train_and_finish(self, began: float) -> None:
+    def _train_and_finish(self, start_s: float) -> None:
         """Trains, to the end.
 
         Raises:
           JGError: what ended the run early.
         """
         try:
-            self._follow(began)
+            self._follow(start_s)
         except JGError as error:
             saving = self.attempt.saving
             if isinstance(error, _BATCH_ERRORS) and isinstance(saving, Saver):
                 # To go on from once that batch is taken out; what is told is the batch.
                 with contextlib.suppress(CheckpointWriterError):
                     saving.save()
-            gone = {} if self.cluster is None else self.cluster.gone()
-            if not isinstance(error, ClusterError) or not gone:
+            lost_tasks = {} if self.cluster is None else self.cluster.gone()
+            if not isinstance(error, ClusterError) or not lost_tasks:
                 raise
-            told = [why for why in gone.values() if why not in error.message]
-            why = "; ".join([error.message.rstrip("."), *told])
+            reasons = [why for why in lost_tasks.values() if why not in error.message]
+            why = "; ".join([error.message.rstrip("."), *reasons])
             raise type(error)(why, **error.details) from error
 
-    def _follow(self, began: float) -> None:
+    def _follow(self, start_s: float) -> None:
         attempt, order = self.attempt, self.attempt.order
         if attempt.evaluations is not None and attempt.evaluations.are_here:
             attempt.runner.state.check_model()  # rather than after the training
@@ -190,7 +190,7 @@ class Fit:
             every=None if order is None or order.evaluates_halted else order.eval_every,
             events=attempt.runner.state.events,
             standings=Standings(self.workers, ask),
-            began=began,
+            start_s=start_s,
         )
         is_finished = attempt.total > attempt.first and self._train(watch)
         if not is_finished:
@@ -210,7 +210,7 @@ class Fit:
         """Trains; returns whether the end was evaluated and saved, too."""
         attempt = self.attempt
         self.display.say("compiling on the tasks" if self.workers else "compiling")
-        asked = Asked(attempt, self.display)
+        answers = Asked(attempt, self.display)
         is_finished = False
         # Closed here, whatever happens: nothing trains on behind an error.
         with contextlib.closing(attempt.chunks()) as chunks:
@@ -219,7 +219,7 @@ class Fit:
                 if question is not None and question.kind == "finish":
                     is_finished = self._finish_if_there(question, watch)
                 elif question is not None:
-                    asked.answer(question)
+                    answers.answer(question)
                 elif chunk.restored is not None:
                     self._recovered(chunk.restored, watch)
                 else:

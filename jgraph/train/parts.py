@@ -67,27 +67,27 @@ class TrainerBuild:
     """The step, its runner and what evaluates, made on first use.
 
     Args:
-      given: what to make them of.
+      config: what to make them of.
       is_busy: says whether a run goes on.
     """
 
-    def __init__(self, given: TrainerConfig, is_busy: Callable[[], bool]) -> None:
-        self._given = given
-        self.holdings = ClusterResources(given.cluster, is_busy)
+    def __init__(self, config: TrainerConfig, is_busy: Callable[[], bool]) -> None:
+        self._config = config
+        self.holdings = ClusterResources(config.cluster, is_busy)
         """What is on the cluster, and goes with this."""
         weakref.finalize(self, self.holdings.drop_soon).atexit = False
-        self._made: Built | None = None
+        self._parts: Built | None = None
         self.trained_on: Dataset | None = None
         """The data of the newest training."""
         self._closed = False
-        self._known: Mapping[TaskName, str] = {}
+        self._incarnations: Mapping[TaskName, str] = {}
         self.evaluator_task: EvaluatorTask | None = None
         """Evaluates on the cluster, once made; None: no task is there for it."""
 
     @property
     def are_made(self) -> bool:
         """Whether they exist by now."""
-        return self._made is not None
+        return self._parts is not None
 
     def made(self, data: Dataset | None = None) -> Built:
         """Returns the parts, made of this data if they have to be.
@@ -95,36 +95,36 @@ class TrainerBuild:
         Raises:
           ConfigError: a linen model has no parameters yet, and there is no data.
         """
-        if self._made is None:
-            made, evaluator_task = self._make(data)
-            self._take(made, evaluator_task)
-            return made
-        return self._made
+        if self._parts is None:
+            parts, evaluator_task = self._make(data)
+            self._take(parts, evaluator_task)
+            return parts
+        return self._parts
 
     def _make(self, data: Dataset | None, container: str = "") -> Rebuilt:
-        given = self._given
-        is_linen = isinstance(given.model, nn.Module)
-        if is_linen and given.variables is None and data is None:
+        config = self._config
+        is_linen = isinstance(config.model, nn.Module)
+        if is_linen and config.variables is None and data is None:
             raise ConfigError(
                 "this linen model has no parameters yet; give "
                 "Trainer(…, variables=model.init(key, x)) or call fit first"
             )
         adapter = adapt(
-            given.model,
-            given.loss,
-            seed=given.seed,
-            variables=given.variables,
+            config.model,
+            config.loss,
+            seed=config.seed,
+            variables=config.variables,
             data=data,
-            wrt=given.wrt,
+            wrt=config.wrt,
         )
         step = self._step(adapter, container)
-        runner = make_runner(step, given.cluster, given.strategy, given.clock)
+        runner = make_runner(step, config.cluster, config.strategy, config.clock)
         evaluator_task = None  # metrics with a state of their own are evaluated here
-        if given.observed is None:
+        if config.observed is None:
             evaluator_task = make_evaluator_task(
-                step, given.metrics, given.cluster, given.sparse
+                step, config.metrics, config.cluster, config.sparse
             )
-        evaluator = Evaluator(adapter, given.metrics, given.observed)
+        evaluator = Evaluator(adapter, config.metrics, config.observed)
         return (step, runner, evaluator), evaluator_task
 
     def prepare(self, dataset: Dataset, batch_size: int) -> Built:
@@ -137,27 +137,31 @@ class TrainerBuild:
         if self._closed:
             raise ConfigError("this Trainer was closed; make a new jg.Trainer(…)")
         self.check_alike(dataset)
-        made = self.made(dataset)
+        parts = self.made(dataset)
         # Refuses a batch size that is too large.
-        dataset.plan(batch_size, self._given.seed)
+        dataset.plan(batch_size, self._config.seed)
         with naming_data(dataset, batch_size):
-            made[1].prepare(dataset, batch_size)
+            parts[1].prepare(dataset, batch_size)
         self.trained_on = dataset
-        return made
+        return parts
 
-    def _take(self, made: Built, evaluator_task: EvaluatorTask | None) -> None:
-        self._made, self.evaluator_task = made, evaluator_task
+    def _take(self, parts: Built, evaluator_task: EvaluatorTask | None) -> None:
+        self._parts, self.evaluator_task = parts, evaluator_task
         beside = () if evaluator_task is None else (evaluator_task.close,)
-        self.holdings.hold(*beside, made[1].state.close)
-        if self._given.cluster is not None:
-            self._known = incarnations_of(self._given.cluster)
+        self.holdings.hold(*beside, parts[1].state.close)
+        if self._config.cluster is not None:
+            self._incarnations = incarnations_of(self._config.cluster)
 
     def restarted(self) -> list[TaskName]:
         """Returns the tasks that were started again since the parts were made."""
-        if self._made is None or self._given.cluster is None:
+        if self._parts is None or self._config.cluster is None:
             return []
-        now = incarnations_of(self._given.cluster)
-        return [task for task, one in self._known.items() if now.get(task, one) != one]
+        now = incarnations_of(self._config.cluster)
+        return [
+            task
+            for task, one in self._incarnations.items()
+            if now.get(task, one) != one
+        ]
 
     def carry_over(self) -> None:
         """Makes all anew if tasks were started again that held no variables.
@@ -165,20 +169,20 @@ class TrainerBuild:
         Raises:
           TaskLostError: they did hold some.
         """
-        if not (restarted := self.restarted()):
+        if not (tasks := self.restarted()):
             return
         old = self.made()[1]
         try:
             values, position = old.state.values(), old.position()
         except JGError as error:
-            who = ", ".join(restarted)
+            who = ", ".join(tasks)
             raise TaskLostError(
-                f"{who} {'was' if len(restarted) == 1 else 'were'} started again since "
+                f"{who} {'was' if len(tasks) == 1 else 'were'} started again since "
                 "this Trainer trained, and what was there is lost; go on from a "
                 "checkpoint with trainer.restore(…), or make a new jg.Trainer(…)",
-                tasks=restarted,
+                tasks=tasks,
             ) from error
-        self.renew(lambda made: made[1].state.load(values, position))
+        self.renew(lambda parts: parts[1].state.load(values, position))
 
     def renew(self, fill: Callable[[Built], object]) -> Built:
         """Makes all anew, after tasks were started again: in a container of its own.
@@ -189,15 +193,15 @@ class TrainerBuild:
         Args:
           fill: gives the variables their values.
         """
-        self._drop(self._made, self.evaluator_task)
-        made, evaluator_task = self._make(self.trained_on)
+        self._drop(self._parts, self.evaluator_task)
+        parts, evaluator_task = self._make(self.trained_on)
         try:
-            fill(made)
+            fill(parts)
         except BaseException:
-            self._drop(made, evaluator_task)
+            self._drop(parts, evaluator_task)
             raise
-        self._take(made, evaluator_task)
-        return made
+        self._take(parts, evaluator_task)
+        return parts
 
     def adopt(
         self, container: str, fill: Callable[[RemoteState], None]
@@ -211,24 +215,24 @@ class TrainerBuild:
         Raises:
           ConfigError: they were made already, or need data to be made.
         """
-        if self._made is not None:
+        if self._parts is not None:
             raise ConfigError(
                 "this Trainer has variables of its own; attach with a new jg.Trainer(…)"
             )
-        made, evaluator_task = self._make(None, container)
-        runner = made[1]
+        parts, evaluator_task = self._make(None, container)
+        runner = parts[1]
         assert isinstance(runner, AsyncRunner | SyncRunner)  # who asks has checked
         fill(runner.state)
-        self._take(made, evaluator_task)
+        self._take(parts, evaluator_task)
         return runner
 
-    def _drop(self, made: Built | None, evaluator_task: EvaluatorTask | None) -> None:
+    def _drop(self, parts: Built | None, evaluator_task: EvaluatorTask | None) -> None:
         # Of a task that is gone nothing is left to drop, nor of a closed client.
         with suppress(ClusterError, ConfigError):
             if evaluator_task is not None:
                 evaluator_task.close()
-            if made is not None:
-                made[1].state.close()
+            if parts is not None:
+                parts[1].state.close()
 
     def check_alike(self, dataset: Dataset) -> None:
         """Refuses data of another kind than that which was trained on.
@@ -243,19 +247,19 @@ class TrainerBuild:
         """Drops their variables; nothing is prepared any more."""
         self._closed = True
         self.holdings.let_go()
-        self._drop(self._made, self.evaluator_task)
+        self._drop(self._parts, self.evaluator_task)
 
     def _step(self, adapter: Adapter, container: str) -> TrainStep:
-        given = self._given
-        if given.cluster is not None:
+        config = self._config
+        if config.cluster is not None:
             container = container or new_container()
         return TrainStep(
             adapter,
-            given.tx,
-            check_finite=given.check_finite,
-            sparse=given.sparse,
-            alone=isinstance(given.strategy, Local),
-            gradient_dtype=gradient_dtype_of(given.strategy),
-            arrangement=arrangement_on(given.cluster, given.strategy),
+            config.tx,
+            check_finite=config.check_finite,
+            sparse=config.sparse,
+            alone=isinstance(config.strategy, Local),
+            gradient_dtype=gradient_dtype_of(config.strategy),
+            arrangement=arrangement_on(config.cluster, config.strategy),
             container=container,
         )

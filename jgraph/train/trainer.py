@@ -234,8 +234,8 @@ class Trainer:
         eval_data = one_of(eval_data, validation_data)
         check_evaluation(eval_data, eval_every)
         check_wait(wait_s)
-        called = as_callbacks(callbacks)
-        check_evaluated(called, eval_data, eval_every)
+        all_callbacks = as_callbacks(callbacks)
+        check_evaluated(all_callbacks, eval_data, eval_every)
         data = data if y is None else (data, y)
         config, evaluate = self._config, self._state.evaluated
         request = FitRequest(
@@ -243,11 +243,13 @@ class Trainer:
             lease_s=None if detached else CLIENT_S,
             checkpoint=checkpoint,
             epochs=epochs,
-            keeps_evaluated=any(getattr(c, "restore_best", False) for c in called),
+            keeps_evaluated=any(
+                getattr(c, "restore_best", False) for c in all_callbacks
+            ),
             wait_s=wait_s,
         )
         make = lambda: Attempts(self._parts, config, request).make()
-        run, display = self._begin(make, called, progress=progress)
+        run, display = self._begin(make, all_callbacks, progress=progress)
         return wait_or_stop(run, display) if block else run
 
     def _begin(
@@ -302,9 +304,9 @@ class Trainer:
         """
         if data is not None:
             with show_wait("tracing and placing"):
-                config, known = self._config, self._parts.trained_on
+                config, trained_on = self._config, self._parts.trained_on
                 dataset = as_source_or_dataset(
-                    data, config.cluster, batch_size=batch_size, known=known
+                    data, config.cluster, batch_size=batch_size, known=trained_on
                 )
                 self._parts.prepare(dataset, dataset.batch_size(batch_size))
         if not self._parts.are_made:
@@ -451,8 +453,8 @@ class Trainer:
         self.close()
 
     def __dir__(self) -> list[str]:
-        hidden = {"current_values", "current_position", "predictor"}
-        return [name for name in super().__dir__() if name not in hidden]
+        hidden_names = {"current_values", "current_position", "predictor"}
+        return [name for name in super().__dir__() if name not in hidden_names]
 
     def __repr__(self) -> str:
         model = _name(self._config.model)
@@ -476,5 +478,5 @@ class Trainer:
         return self._parts.made(data)
 
 
-def _name(given: object) -> str:
-    return str(getattr(given, "__name__", type(given).__name__))
+def _name(argument: object) -> str:
+    return str(getattr(argument, "__name__", type(argument).__name__))

@@ -53,16 +53,16 @@ def write_arrays(directory: Path, arrays: Mapping[str, Any]) -> dict[str, Leaf]:
     proof = make_proof(directory)
     sums: dict[str, list[Sums]] = {name: [] for name in arrays}
     owners, cluster = _shards_of(arrays, slices)
-    told = ask_to_save(cluster, directory, proof, [*owners]) if owners else {}
-    _tell_of(directory, [shard for shard in owners if shard not in told])
+    sums_by_shard = ask_to_save(cluster, directory, proof, [*owners]) if owners else {}
+    _tell_of(directory, [shard for shard in owners if shard not in sums_by_shard])
     here = [n for n, array in arrays.items() if not isinstance(array, RemoteArray)]
     with _opened(directory) as fd, ThreadPoolExecutor(_THREADS) as pool:
-        written = pool.map(lambda n: write_slice(fd, slices[n], arrays[n]), here)
-        for name, one in zip(here, written, strict=True):
+        slice_sums = pool.map(lambda n: write_slice(fd, slices[n], arrays[n]), here)
+        for name, one in zip(here, slice_sums, strict=True):
             sums[name].append(one)
         for shard, name in owners.items():
-            if shard in told:
-                sums[name].append(told[shard])
+            if shard in sums_by_shard:
+                sums[name].append(sums_by_shard[shard])
             else:  # one at a time: there may be more of them than memory here
                 value = arrays[name].snapshot.read_shard(shard)
                 sums[name].append(write_slice(fd, shard.rows, value))
@@ -84,9 +84,9 @@ def read_arrays(
     slices = {name: _as_described(name, leaf) for name, leaf in leaves.items()}
     with _opened(directory) as fd, ThreadPoolExecutor(_THREADS) as pool:
         read = pool.map(lambda rows: read_slice(fd, rows), slices.values())
-        found = dict(zip(slices, read, strict=True))
-    arrays = {name: array for name, (array, _) in found.items()}
-    return arrays, {n: _leaf(slices[n], [sums]) for n, (_, sums) in found.items()}
+        by_name = dict(zip(slices, read, strict=True))
+    arrays = {name: array for name, (array, _) in by_name.items()}
+    return arrays, {n: _leaf(slices[n], [sums]) for n, (_, sums) in by_name.items()}
 
 
 def load_arrays(
@@ -115,12 +115,14 @@ def load_arrays(
     if not owners:
         return {}
     proof = read_proof(directory)
-    told = ask_to_load(cluster, directory, proof, [*owners], check_only=check_only)
+    sums_by_shard = ask_to_load(
+        cluster, directory, proof, [*owners], check_only=check_only
+    )
     if not check_only:
-        _tell_of(directory, [shard for shard in owners if shard not in told])
+        _tell_of(directory, [shard for shard in owners if shard not in sums_by_shard])
     sums: dict[str, list[Sums]] = {}
     for shard, name in owners.items():
-        sums.setdefault(name, []).append(told.get(shard, {}))
+        sums.setdefault(name, []).append(sums_by_shard.get(shard, {}))
     return {
         name: _leaf(slices[name], parts) for name, parts in sums.items() if all(parts)
     }

@@ -122,11 +122,11 @@ def restore(
     put_back(target)
     manifest = read_manifest(target)
     layout = _layout(like)
-    wanted = commit.names_of(_resized(layout, manifest.leaves, growing))
-    _check(manifest.leaves, wanted, str(target))
+    targets = commit.names_of(_resized(layout, manifest.leaves, growing))
+    _check(manifest.leaves, targets, str(target))
     _check_types(manifest, target)
-    found = _read(target, manifest, wanted, check_first=check_first)
-    leaves = [found.get(name, leaf) for name, leaf in wanted.items()]
+    arrays = _read(target, manifest, targets, check_first=check_first)
+    leaves = [arrays.get(name, leaf) for name, leaf in targets.items()]
     return _from_layout(jax.tree.unflatten(jax.tree.structure(layout), leaves), like)
 
 
@@ -138,14 +138,16 @@ def _read(
 
     remote = {n: a for n, a in leaves.items() if isinstance(a, RemoteArray)}
     with reading(target):
-        loaded = load_arrays(target, manifest.leaves, remote, check_only=check_first)
-        manifest.compare(loaded, loaded, target)
-        stored = {n: manifest.leaves[n] for n in leaves if n not in loaded}
-        arrays, described = read_arrays(target, stored)
-        manifest.compare(stored, described, target)
+        remote_leaves = load_arrays(
+            target, manifest.leaves, remote, check_only=check_first
+        )
+        manifest.compare(remote_leaves, remote_leaves, target)
+        local_leaves = {n: manifest.leaves[n] for n in leaves if n not in remote_leaves}
+        arrays, descriptions = read_arrays(target, local_leaves)
+        manifest.compare(local_leaves, descriptions, target)
         if check_first:
-            loaded = load_arrays(target, manifest.leaves, remote)
-            manifest.compare(loaded, loaded, target)
+            remote_leaves = load_arrays(target, manifest.leaves, remote)
+            manifest.compare(remote_leaves, remote_leaves, target)
     return arrays
 
 
@@ -163,8 +165,8 @@ def verify(path: str | Path) -> Manifest:
     manifest = read_manifest(target)
     _check_types(manifest, target)
     with commit.reading(target):
-        _, described = read_arrays(target, manifest.leaves)
-    manifest.compare(manifest.leaves, described, target)
+        _, descriptions = read_arrays(target, manifest.leaves)
+    manifest.compare(manifest.leaves, descriptions, target)
     return manifest
 
 
@@ -174,9 +176,9 @@ def check_names(names: Iterable[str]) -> None:
     Raises:
       CheckpointError: names two of them.
     """
-    found: dict[str, str] = {}
+    by_directory: dict[str, str] = {}
     for name in names:
-        other = found.setdefault(directory_of(name), name)
+        other = by_directory.setdefault(directory_of(name), name)
         if other != name:
             raise CheckpointError(
                 f"a checkpoint cannot have both '{other}' and '{name}': Orbax stores "
@@ -221,16 +223,16 @@ def _check_types(manifest: Manifest, target: Path) -> None:
     """Compares what Orbax would read with the manifest, before memory is taken."""
     from jgraph.train.checkpoint import commit
 
-    found = commit.names_of(commit.read_types(target))
-    for name in sorted(manifest.leaves.keys() | found.keys()):
-        leaf, stored = manifest.leaves.get(name), found.get(name)
-        if leaf is None or stored is None or _in_files(leaf) != _type(stored):
+    types = commit.names_of(commit.read_types(target))
+    for name in sorted(manifest.leaves.keys() | types.keys()):
+        leaf, type_ = manifest.leaves.get(name), types.get(name)
+        if leaf is None or type_ is None or _in_files(leaf) != _type(type_):
             raise damaged(target, f"leaf '{name}' has another type or is gone", [name])
 
 
 def _resized(
-    wanted: Tree,
-    stored: Mapping[str, Leaf],
+    layout: Tree,
+    leaves: Mapping[str, Leaf],
     growing: Collection[str],
 ) -> Tree:
     """Returns arrays of the types to read; those that grow as they are stored.
@@ -244,11 +246,11 @@ def _resized(
         if isinstance(leaf, RemoteArray):
             return leaf
         shape = leaf.shape
-        if name in names and name in stored and stored[name].shape:
-            shape = (stored[name].shape[0], *shape[1:])
+        if name in names and name in leaves and leaves[name].shape:
+            shape = (leaves[name].shape[0], *shape[1:])
         return np.broadcast_to(np.zeros((), leaf.dtype), shape)
 
-    return jax.tree_util.tree_map_with_path(resize, wanted)
+    return jax.tree_util.tree_map_with_path(resize, layout)
 
 
 def restore_position(path: str | Path) -> Position:
@@ -275,14 +277,14 @@ def stored_as(tree: Tree) -> Tree:
     }
 
 
-def _from_layout(stored: Tree, like: Tree) -> Tree:
-    named = {
-        "params": stored["params"],
-        "opt": stored["opt_state"],
-        "state": stored["state"],
-        "global_step": stored["global_step"],
+def _from_layout(layout: Tree, like: Tree) -> Tree:
+    state = {
+        "params": layout["params"],
+        "opt": layout["opt_state"],
+        "state": layout["state"],
+        "global_step": layout["global_step"],
     }
-    return jax.tree.map(_as_like, named, like)
+    return jax.tree.map(_as_like, state, like)
 
 
 def _here(leaf: Any) -> Any:
@@ -304,12 +306,12 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _check(
-    stored: Mapping[str, Leaf],
+    saved_leaves: Mapping[str, Leaf],
     leaves: Mapping[str, Any],
     where: str,
 ) -> None:
-    missing = sorted(leaves.keys() - stored.keys())
-    extra = sorted(stored.keys() - leaves.keys())
+    missing = sorted(leaves.keys() - saved_leaves.keys())
+    extra = sorted(saved_leaves.keys() - leaves.keys())
     if missing or extra:
         what = f"has no '{missing[0]}'" if missing else f"has '{extra[0]}' besides"
         raise CheckpointError(
@@ -319,12 +321,12 @@ def _check(
             missing=missing,
             extra=extra,
         )
-    wrong = [n for n in sorted(leaves) if _type(stored[n]) != _type(leaves[n])]
+    wrong = [n for n in sorted(leaves) if _type(saved_leaves[n]) != _type(leaves[n])]
     if wrong:
         name = wrong[0]
         raise CheckpointError(
-            f"the checkpoint at {where} has {name} {_describe(stored[name])}, the "
-            f"model wants {_describe(leaves[name])}; {len(wrong)} of {len(leaves)} "
+            f"the checkpoint at {where} has {name} {_describe(saved_leaves[name])}, "
+            f"the model wants {_describe(leaves[name])}; {len(wrong)} of {len(leaves)} "
             "leaves differ",
             leaves=wrong,
         )

@@ -255,8 +255,8 @@ class CheckpointWriter:
             )
         if step is None or not is_whole(self.directory / str(step)):
             return None
-        found = read_manifest(self.directory / str(step)).evaluation
-        return None if found is None else found.get(metric)
+        evaluation = read_manifest(self.directory / str(step)).evaluation
+        return None if evaluation is None else evaluation.get(metric)
 
     def prune(self, is_good: Callable[[Path], bool] = is_whole) -> list[int]:
         """Deletes the steps that need not be kept, and returns them."""
@@ -308,10 +308,10 @@ def to_prune(
     from orbax.checkpoint import checkpoint_managers as orbax
 
     good = [step for step in our_steps(directory) if is_good(directory / str(step))]
-    saved = [_saved(directory, step) for step in good]
-    stays = keep.should_preserve(saved, context=orbax.PreservationContext())
-    chosen, best = zip(saved[:-1], stays[:-1], strict=True), best_in(directory)
-    return [one.step for one, stay in chosen if not (stay or one.step == best)]
+    infos = [_saved(directory, step) for step in good]
+    stays = keep.should_preserve(infos, context=orbax.PreservationContext())
+    decisions, best = zip(infos[:-1], stays[:-1], strict=True), best_in(directory)
+    return [one.step for one, stay in decisions if not (stay or one.step == best)]
 
 
 def newest_good(
@@ -331,9 +331,9 @@ def newest_good(
       CheckpointError: there is no step, or it is of another model.
       CheckpointCorruptError: no step is good.
     """
-    damaged: list[int] = []
+    bad_steps: list[int] = []
     _tell_of_newer(directory)
-    while steps := [step for step in our_steps(directory) if step not in damaged]:
+    while steps := [step for step in our_steps(directory) if step not in bad_steps]:
         step = steps[-1]
         path = directory / str(step)
         try:
@@ -343,21 +343,21 @@ def newest_good(
                 continue  # its writer deleted it meanwhile, and has a newer one
             if not isinstance(error, CheckpointCorruptError):
                 raise
-            damaged.append(step)
+            bad_steps.append(step)
             now = put_aside(path) if quarantine else path
             where = "stays where it is" if now == path else f"is now {now}"
             _LOG.error("%s. It %s; the step before is used.", error, where)
-    if not damaged and (others := steps_in(directory)):
+    if not bad_steps and (others := steps_in(directory)):
         raise CheckpointForeignError(
             f"the steps in {directory} are of another program: "
             f"{', '.join(map(str, others))}; `jgraph ckpt import` makes one of jgraph",
             path=str(directory),
         )
-    if not damaged:
+    if not bad_steps:
         raise CheckpointError(f"there is no checkpoint in {directory}")
     raise CheckpointCorruptError(
-        f"no step in {directory} is good: {', '.join(map(str, damaged))} are damaged; "
-        "take another directory",
+        f"no step in {directory} is good: {', '.join(map(str, bad_steps))} are "
+        "damaged; take another directory",
         path=str(directory),
     )
 

@@ -91,12 +91,12 @@ def import_(
     from jgraph.train.checkpoint.flax_checkpoints import as_layout, find, read
 
     source = absolute(path)
-    if (found := find(source)) is None:
+    if (directory := find(source)) is None:
         raise CheckpointError(
             f"there is no checkpoint of Orbax or Flax at {source}",
             path=str(source),
         )
-    facts = _facts(save(target, as_layout(found, read(found))))
+    facts = _facts(save(target, as_layout(directory, read(directory))))
     _print(as_json, facts, _line(facts))
 
 

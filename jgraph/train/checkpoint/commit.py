@@ -169,8 +169,8 @@ def write(
         _let_managers_read(path)
         put_in_place(path, target)
     except BaseException as error:
-        for left in [path, *target.parent.glob(f"{path.name}{TEMPORARY}*")]:
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in [path, *target.parent.glob(f"{path.name}{TEMPORARY}*")]:
+            shutil.rmtree(leftover, ignore_errors=True)
         if isinstance(error, CheckpointSpaceError):  # of a task
             raise _no_room(target, nbytes_of(layout), error.message) from error
         if isinstance(error, JGError) or not isinstance(error, Exception):
@@ -180,9 +180,9 @@ def write(
 
 def _let_managers_read(path: Path) -> None:
     """Says in Orbax's words that a ``CheckpointManager`` may read a checkpoint, too."""
-    described = json.loads((path / _DESCRIPTION).read_text(encoding="utf-8"))
-    described["item_handlers"] = {ITEM: _READS}
-    (path / _DESCRIPTION).write_text(json.dumps(described), encoding="utf-8")
+    description = json.loads((path / _DESCRIPTION).read_text(encoding="utf-8"))
+    description["item_handlers"] = {ITEM: _READS}
+    (path / _DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
     make_item(path)
 
 

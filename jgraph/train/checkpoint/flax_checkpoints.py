@@ -74,8 +74,8 @@ def find(path: Path) -> Path | None:
     if is_committed(path) and ((path / _TREE).is_file() or _items(path)):
         return path
     steps = ((_STEP.fullmatch(one.name), one) for one in path.iterdir())
-    numbered = sorted(((int(m[1]), p) for m, p in steps if m), reverse=True)
-    return next((p for _, one in numbered if (p := find(one)) is not None), None)
+    newest_first = sorted(((int(m[1]), p) for m, p in steps if m), reverse=True)
+    return next((p for _, one in newest_first if (p := find(one)) is not None), None)
 
 
 def read(path: Path) -> Stored:
@@ -101,7 +101,7 @@ def read(path: Path) -> Stored:
 
 
 def match(
-    path: Path, stored: Stored, leaves: Mapping[str, Any]
+    path: Path, arrays: Stored, leaves: Mapping[str, Any]
 ) -> tuple[dict[str, np.ndarray[Any, Any]], Imported]:
     """Returns the arrays of a checkpoint by the variables that they belong to.
 
@@ -110,62 +110,64 @@ def match(
 
     Args:
       path: of the checkpoint.
-      stored: what it has.
+      arrays: what it has.
       leaves: what is to be filled: arrays, or their types, by name.
 
     Raises:
       CheckpointError: parameters are missing, or have another shape or dtype.
     """
     paths = {name: tuple(name.split("/")) for name in leaves}
-    optimizer = {names for names in stored if _OPTIMIZER in names}
-    model = stored.keys() - optimizer
-    found: dict[str, Names] = {}
+    optimizer = {names for names in arrays if _OPTIMIZER in names}
+    model = arrays.keys() - optimizer
+    places: dict[str, Names] = {}
     for part, among in (("params", model), ("state", model), ("opt", optimizer)):
         mine = {n: names[1:] for n, names in paths.items() if names[0] == part}
         of = _under_one_name(mine, among)
         if part == "params" and len(of) < len(mine):
-            raise _lacks(path, stored, sorted(mine.keys() - of.keys()))
-        found |= of if len(of) == len(mine) else {}
-    values = {n: _counted(stored[names], leaves[n]) for n, names in found.items()}
+            raise _lacks(path, arrays, sorted(mine.keys() - of.keys()))
+        places |= of if len(of) == len(mine) else {}
+    values = {n: _counted(arrays[names], leaves[n]) for n, names in places.items()}
     _check_types(path, values, leaves)
-    sources = {name: "/".join(names) for name, names in found.items()}
-    if (step := _step_of(path, stored)) is not None:
+    sources = {name: "/".join(names) for name, names in places.items()}
+    if (step := _step_of(path, arrays)) is not None:
         values["global_step"] = np.asarray(step[0], leaves["global_step"].dtype)
         sources["global_step"] = step[1]
-    used = set(sources.values())
+    source_names = set(sources.values())
     return values, Imported(
         path,
         sources,
         sorted(leaves.keys() - sources.keys()),
-        sorted(name for names in stored if (name := "/".join(names)) not in used),
+        sorted(
+            name for names in arrays if (name := "/".join(names)) not in source_names
+        ),
     )
 
 
-def as_layout(path: Path, stored: Stored) -> Tree:
+def as_layout(path: Path, arrays: Stored) -> Tree:
     """Returns a state tree without a model's help; see ``checkpoint.save``.
 
     Raises:
       CheckpointError: parameters cannot be told from other state.
     """
-    of_optimizer = [names for names in stored if _OPTIMIZER in names]
-    opt = {n[n.index(_OPTIMIZER) + 1 :]: stored[n] for n in of_optimizer}
-    step = _step_of(path, stored)
-    left = [
+    of_optimizer = [names for names in arrays if _OPTIMIZER in names]
+    opt = {n[n.index(_OPTIMIZER) + 1 :]: arrays[n] for n in of_optimizer}
+    step = _step_of(path, arrays)
+    rest = [
         names
-        for names in stored
-        if not (_OPTIMIZER in names or "rngs" in names or _is_step(names, stored))
+        for names in arrays
+        if not (_OPTIMIZER in names or "rngs" in names or _is_step(names, arrays))
     ]
-    params = {n[n.index("params") + 1 :]: stored[n] for n in left if "params" in n}
+    params = {n[n.index("params") + 1 :]: arrays[n] for n in rest if "params" in n}
     if params:
-        at = next(n.index("params") for n in left if "params" in n)
-        state = {n[at:]: stored[n] for n in left if "params" not in n}
+        at = next(n.index("params") for n in rest if "params" in n)
+        state = {n[at:]: arrays[n] for n in rest if "params" not in n}
     else:
         # Optimizer state of a parameter ends with the parameter's own path.
         ends = {names[first:] for names in opt for first in range(len(names))}
-        heads = Counter(i for n in left for i in range(len(n)) if n[i:] in ends)
+        heads = Counter(i for n in rest for i in range(len(n)) if n[i:] in ends)
         at = max(heads, key=lambda i: (heads[i], -i), default=0)
-        params = {n[at:]: stored[n] for n in left if n[at:] in ends}
-        state = {n[at:]: stored[n] for n in left if n[at:] not in ends}
+        params = {n[at:]: arrays[n] for n in rest if n[at:] in ends}
+        state = {n[at:]: arrays[n] for n in rest if n[at:] not in ends}
     if not params or () in state:
         raise CheckpointError(
             f"{path} does not tell parameters from other state; restore it with its "
@@ -198,11 +200,11 @@ def _read_tree(path: Path) -> Tree:
 
 def _flat(tree: Tree) -> Stored:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    named = {path_of(path): leaf for path, leaf in leaves}
+    by_path = {path_of(path): leaf for path, leaf in leaves}
     # nnx.state has an array as the `value` of its variable.
     return {
         names[:-1] if names[-1:] == ("value",) else names: np.asarray(leaf)
-        for names, leaf in named.items()
+        for names, leaf in by_path.items()
         if np.asarray(leaf).dtype.kind not in "OUS"
     }
 
@@ -218,21 +220,21 @@ def _under_one_name(
     if not above:
         return {}
     best = max(above, key=lambda head: (above[head], head[-1:] in _USUAL, -len(head)))
-    found = {name: (*best, *names) for name, names in leaves.items()}
-    return {name: names for name, names in found.items() if names in among}
+    candidates = {name: (*best, *names) for name, names in leaves.items()}
+    return {name: names for name, names in candidates.items() if names in among}
 
 
-def _is_step(names: Names, stored: Stored) -> bool:
-    last, value = names[-1:], stored[names]
+def _is_step(names: Names, arrays: Stored) -> bool:
+    last, value = names[-1:], arrays[names]
     return last in {("step",), ("global_step",)} and value.shape == ()
 
 
-def _step_of(path: Path, stored: Stored) -> tuple[int, str] | None:
+def _step_of(path: Path, arrays: Stored) -> tuple[int, str] | None:
     """Returns how many updates there were, and what says so."""
-    found = [names for names in stored if _is_step(names, stored)]
-    if found:
-        names = min(found, key=len)
-        return int(stored[names]), "/".join(names)
+    candidates = [names for names in arrays if _is_step(names, arrays)]
+    if candidates:
+        names = min(candidates, key=len)
+        return int(arrays[names]), "/".join(names)
     number = _STEP.fullmatch(path.name)
     return (int(number[1]), path.name) if number else None
 
@@ -257,8 +259,8 @@ def _check_types(
             )
 
 
-def _lacks(path: Path, stored: Stored, missing: Sequence[str]) -> CheckpointError:
-    there = ", ".join("/".join(names) for names in list(stored)[:4])
+def _lacks(path: Path, arrays: Stored, missing: Sequence[str]) -> CheckpointError:
+    there = ", ".join("/".join(names) for names in list(arrays)[:4])
     return CheckpointError(
         f"{path} has no '{missing[0]}' under any name: {len(missing)} parameters are "
         f"missing; it has {there}, …. Use the model that it was saved with",

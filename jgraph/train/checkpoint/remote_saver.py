@@ -143,14 +143,14 @@ def saves_order(
     """
     directory = absolute(options.directory)
     driver = TaskName(cluster.tasks("ps")[0])
-    program, held = session.snapshots.repeatable(step.variables, driver)
+    program, snapshot = session.snapshots.repeatable(step.variables, driver)
     shards: defaultdict[str, list[Any]] = defaultdict(list)
     numbers = stored_as(step.unflatten(list(range(len(step.names)))))
     for path, number in jax.tree_util.tree_flatten_with_path(numbers)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         variable = step.variables[number]
         whole = Slice.whole(directory_of(name), value_type(variable.spec.aval))
-        for shard in held.shards(variable, whole):
+        for shard in snapshot.shards(variable, whole):
             shards[shard.task].append(shard_to(shard))
     assert isinstance(options.keep, int)  # checked
     saves = pb.RunSaves(
@@ -161,7 +161,7 @@ def saves_order(
         keep=options.keep,
         snapshot=unique("snapshot"),
         driver=driver,
-        container=next(iter(held.copies.values())).spec.container,
+        container=next(iter(snapshot.copies.values())).spec.container,
         tasks=[pb.TaskShards(task=t, shards=files) for t, files in shards.items()],
     )
     return saves, program

@@ -83,18 +83,21 @@ class Saver:
         self._in_process = in_process
         self._take = take
         self._last = step
-        self._written: int | None = None
+        self._written_step: int | None = None
         self._under_way: Future[None] | None = None
-        self._took_s: float | None = None
+        self._save_s: float | None = None
         self._best: float | None = None
         # Of the best step that this saver wrote: a step that is written anew keeps it.
-        self._evaluated: tuple[int | None, Mapping[str, float] | None] = None, None
+        self._best_evaluation: tuple[int | None, Mapping[str, float] | None] = (
+            None,
+            None,
+        )
         self._stack = ExitStack()
         with ExitStack() as stack:
             self._writer = stack.enter_context(
                 CheckpointWriter(options.directory, options.keep)
             )
-            self._failed = FailedSaves(self._writer.directory)
+            self._failures = FailedSaves(self._writer.directory)
             _check_order(self._writer, step)
             if options.best is not None:
                 self._best = self._writer.best(options.best)
@@ -134,7 +137,7 @@ class Saver:
           CheckpointWriterError: another process has taken over the directory.
         """
         if self._under_way is not None:
-            wait([self._under_way], patience_s(self._took_s))
+            wait([self._under_way], patience_s(self._save_s))
             if not self._under_way.done():
                 _LOG.info("no checkpoint now: the one before it is not written yet")
                 return
@@ -165,21 +168,21 @@ class Saver:
           CheckpointWriterError: another process has taken over the directory.
           ConfigError: the evaluation has no such metric.
         """
-        options, copy, found = self._options, report.copy, report.evaluated()
+        options, copy, metrics = self._options, report.copy, report.evaluated()
         if options.best is None or copy is None:
             return
-        if options.best not in found:
+        if options.best not in metrics:
             raise ConfigError(
                 f"Checkpoints(best='{options.best}') finds no such metric; the run has "
-                f"{', '.join(found)}"
+                f"{', '.join(metrics)}"
             )
-        if options.is_better(found[options.best], self._best):
+        if options.is_better(metrics[options.best], self._best):
             self.wait()
         # The save before may have been of a better one; or it failed.
-        if options.is_better(found[options.best], self._best):
+        if options.is_better(metrics[options.best], self._best):
             step = report.evaluation_step
             snapshot = Snapshot(step, copy.tree, copy.position)
-            saving = self._thread.submit(self._save, snapshot, None, found)
+            saving = self._thread.submit(self._save, snapshot, None, metrics)
             self._under_way = saving
 
     def wait(self) -> None:
@@ -194,7 +197,7 @@ class Saver:
     def go_back(self, step: int) -> None:
         """Goes on after tasks were lost: from ``step``."""
         self._last = step
-        self._failed.forget()
+        self._failures.forget()
 
     def save(self) -> None:
         """Saves a run that is at rest, before a task goes; a failure is only told.
@@ -233,14 +236,14 @@ class Saver:
     ) -> None:
         snapshot = self._take(check)
         before_commit = check if snapshot.is_live else None
-        due = snapshot.step not in our_steps(self._writer.directory)
+        is_due = snapshot.step not in our_steps(self._writer.directory)
         # What was saved under way may be of a moment before, on another ps.
-        due |= at_rest and snapshot.step == self._written
+        is_due |= at_rest and snapshot.step == self._written_step
         self._last = snapshot.step
-        if due:
-            of_step, evaluation = self._evaluated
-            known = evaluation if snapshot.step == of_step else None
-            saving = self._thread.submit(self._save, snapshot, before_commit, known)
+        if is_due:
+            of_step, evaluation = self._best_evaluation
+            metrics = evaluation if snapshot.step == of_step else None
+            saving = self._thread.submit(self._save, snapshot, before_commit, metrics)
             self._under_way = saving
             if before_commit is not None:
                 self.wait()
@@ -254,30 +257,30 @@ class Saver:
         before_commit: Callable[[], None] | None,
         evaluation: Mapping[str, float] | None = None,
     ) -> None:
-        step, position, began = snapshot.step, snapshot.position, _CLOCK.now()
+        step, position, start_s = snapshot.step, snapshot.position, _CLOCK.now()
         try:
             tree = snapshot.tree
             self._writer.save(step, tree, position, before_commit, evaluation)
-            self._written = step
+            self._written_step = step
             if evaluation is not None and self._options.best is not None:
                 self._best = evaluation[self._options.best]
-                self._evaluated = step, evaluation
+                self._best_evaluation = step, evaluation
         finally:
-            self._took_s = _CLOCK.now() - began
+            self._save_s = _CLOCK.now() - start_s
             with suppress(ClusterError):  # a task that is gone holds nothing
                 snapshot.release()
 
-    def _settle(self, saved: Future[None]) -> None:
+    def _settle(self, save: Future[None]) -> None:
         self._under_way = None
         try:
-            saved.result()
+            save.result()
         except CheckpointWriterError:
             raise
         except JGError as error:
             # That a task was lost is told where it ends a step, too.
-            self._failed.tell(error)
+            self._failures.tell(error)
         else:
-            self._failed.forget()
+            self._failures.forget()
 
 
 def _check_order(writer: CheckpointWriter, step: int) -> None:

@@ -133,11 +133,11 @@ class Dataset:
         """Whether a row is a batch."""
         return isinstance(self.fed, Stream) or bool(self.fed and self.fed.element.size)
 
-    def batch_size(self, wanted: int | None) -> int:
+    def batch_size(self, request: int | None) -> int:
         """Returns the examples of a batch.
 
         Args:
-          wanted: what the user said; None: nothing.
+          request: what the user said; None: nothing.
 
         Raises:
           DataError: the data comes in batches of another size.
@@ -145,12 +145,12 @@ class Dataset:
         size = self.fed.size if isinstance(self.fed, Stream) else 0
         if isinstance(self.fed, Indexed):
             size = self.fed.element.size
-        if size and wanted not in {None, size}:
+        if size and request not in {None, size}:
             raise DataError(
-                f"batch_size is {wanted}, and the data comes in batches of {size} "
+                f"batch_size is {request}, and the data comes in batches of {size} "
                 "examples; leave batch_size out"
             )
-        return int(size or wanted or BATCH_SIZE)
+        return int(size or request or BATCH_SIZE)
 
     def batches_per_epoch(self, batch_size: int) -> int:
         """Returns the batches of one pass over the data.
@@ -234,8 +234,8 @@ class Dataset:
         if self.fed is None:
             return self
         parts = zip(*self.fed.once(BATCH_SIZE), strict=True)
-        joined = [np.concatenate(arrays) for arrays in parts]
-        return Dataset(dict(zip(self.fields, joined, strict=True)), self.tree)
+        columns = [np.concatenate(arrays) for arrays in parts]
+        return Dataset(dict(zip(self.fields, columns, strict=True)), self.tree)
 
     def describe(self, examples: int | None = None) -> str:
         """Returns names and types of the fields, for messages."""
@@ -365,25 +365,25 @@ def _fed(data: Any, name: str, batch_size: int | None, *, finite: bool) -> Datas
     element = reader.element
     size = reader.size if isinstance(reader, Stream) else element.size
     rows = sum(part.examples for part in reader.parts) * (size or 1)
-    shown = {
+    fields = {
         name: np.broadcast_to(np.zeros((), field.dtype), (rows, *field.shape))
         for name, field in reader.fields.items()
     }
-    return Dataset(shown, element.tree, fed=reader)
+    return Dataset(fields, element.tree, fed=reader)
 
 
-def check_alike(known: Dataset, given: Dataset, what: str) -> None:
+def check_alike(reference: Dataset, dataset: Dataset, what: str) -> None:
     """Refuses data whose examples are of another kind than those known.
 
     Raises:
       DataError: other fields, or a field of another shape or dtype.
     """
-    if known.tree != given.tree:
+    if reference.tree != dataset.tree:
         raise DataError(
-            f"the data has {given.describe()}, and {what} {known.describe()}; give the "
-            "same structure"
+            f"the data has {dataset.describe()}, and {what} {reference.describe()}; "
+            "give the same structure"
         )
-    pairs = zip(given.fields.items(), known.fields.values(), strict=True)
+    pairs = zip(dataset.fields.items(), reference.fields.values(), strict=True)
     for (name, array), other in pairs:
         if array.shape[1:] != other.shape[1:] or array.dtype != other.dtype:
             raise DataError(
@@ -414,8 +414,8 @@ def naming_data(dataset: Dataset, batch_size: int) -> Iterator[None]:
     except (TypeError, ValueError, LookupError, FlaxError) as error:
         if isinstance(error, JGError):
             raise
-        if (asked := as_graph_error(error, "the loss")) is not None:
-            raise asked from error
+        if (graph_error := as_graph_error(error, "the loss")) is not None:
+            raise graph_error from error
         first = str(error).partition("\n")[0]
         line = users_line(error.__traceback__)
         instead = _instead(dataset, batch_size)

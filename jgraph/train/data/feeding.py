@@ -134,12 +134,12 @@ class Feeding:
             with self._lock:
                 self._asking.discard(future)
 
-    def _answer(self, wanted: Wanted) -> Frame:
-        order = pb.FeedData(name=self._name, number=wanted.number)
-        if not wanted.number:
+    def _answer(self, request: Wanted) -> Frame:
+        order = pb.FeedData(name=self._name, number=request.number)
+        if not request.number:
             return frame(feed_data=order)
         try:
-            fields = self._read(wanted)
+            fields = self._read(request)
         except EOFError:
             self.is_over = order.over = True
         except Exception as error:  # noqa: BLE001  # ends the run, and is told there
@@ -150,7 +150,7 @@ class Feeding:
             return frame(feed_data=order, tensors=list(fields.values()))
         return frame(feed_data=order)
 
-    def _read(self, wanted: Wanted) -> dict[str, Array]:
+    def _read(self, request: Wanted) -> dict[str, Array]:
         if self._shares is not None:
-            return self._shares.read(wanted.batch)
-        return self._reader.read(wanted.part, wanted.rows)
+            return self._shares.read(request.batch)
+        return self._reader.read(request.part, request.rows)

@@ -55,17 +55,17 @@ def _array_of(value: Any, field: str) -> Array:
             "make keys of it in the loss with jax.random.wrap_key_data",
             field=field,
         )
-    if isinstance(value, np.ma.MaskedArray) and (masked := int(value.mask.sum())):
+    if isinstance(value, np.ma.MaskedArray) and (mask_count := int(value.mask.sum())):
         raise DataError(
-            f"{field} has {masked} masked values; say what they are, as in "
+            f"{field} has {mask_count} masked values; say what they are, as in "
             "array.filled(0), and give the mask as a field of its own if it is needed",
             field=field,
         )
     try:
         return np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
-        ragged = "; pad it to one shape" if "inhomogeneous" in str(error) else ""
-        raise DataError(f"{field} is not an array: {error}{ragged}", field=field) from (
+        hint = "; pad it to one shape" if "inhomogeneous" in str(error) else ""
+        raise DataError(f"{field} is not an array: {error}{hint}", field=field) from (
             error
         )
 
@@ -84,8 +84,8 @@ def _not_an_array(value: Any, field: str, array: Array) -> str:
 
 
 def _is_numeric(dtype: np.dtype[Any]) -> bool:
-    known = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
-    return bool(known) and dtype.char not in "gG"  # wider than 64 bits
+    is_number = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
+    return bool(is_number) and dtype.char not in "gG"  # wider than 64 bits
 
 
 def _first_bad(array: Array) -> int:
@@ -130,9 +130,9 @@ def split_batch(batch: Tree, count: int, what: str) -> list[Tree]:
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
     sizes = sorted({shape[0] if shape else 0 for shape in shapes})
     if len(sizes) != 1 or not sizes[0] or sizes[0] % count:
-        found = " and ".join(map(str, sizes)) or "no"
+        counts = " and ".join(map(str, sizes)) or "no"
         raise FeedError(
-            f"{what} has {found} examples, which cannot be cut into {count} equal "
+            f"{what} has {counts} examples, which cannot be cut into {count} equal "
             f"parts; give a batch of a multiple of {count}",
             feed=what,
         )

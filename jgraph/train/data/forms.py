@@ -110,12 +110,12 @@ def first_element(
     leaves, tree = jax.tree_util.tree_flatten_with_path(
         _plain(element), is_leaf=_is_leaf
     )
-    named = {f"{name}{jax.tree_util.keystr(p)}": leaf for p, leaf in leaves}
-    if not named:
+    by_name = {f"{name}{jax.tree_util.keystr(p)}": leaf for p, leaf in leaves}
+    if not by_name:
         raise DataError(f"the first element of {name} is {_shown(element)}, not arrays")
     arrays = {
         field: as_array(leaf, field, finite=finite, single=True)
-        for field, leaf in named.items()
+        for field, leaf in by_name.items()
     }
     size = 0 if examples else _length(arrays, name, batch_size)
     fields = {
@@ -317,7 +317,7 @@ class Stream:
         """Batches that were read."""
         self._batches = self._all(first)
         self._source = threading.Lock()  # held to read from the iterable
-        self._changed = threading.Condition()
+        self._change = threading.Condition()
         self._ready: deque[dict[str, Array]] = deque()
         self._end: JGError | EOFError | None = None
         self._filler: threading.Event | None = None  # set: the thread is to end
@@ -344,14 +344,14 @@ class Stream:
           DataError: it cannot be used, or iterating raised an error.
         """
         while True:
-            with self._changed:
+            with self._change:
                 if self._filler is not None:
-                    self._changed.wait_for(
+                    self._change.wait_for(
                         lambda: self._ready or self._end or self._filler is None
                     )
                 if self._ready:
                     self.batches_read += 1
-                    self._changed.notify_all()
+                    self._change.notify_all()
                     return self._ready.popleft()
                 if self._end is not None:
                     raise self._end
@@ -363,7 +363,7 @@ class Stream:
     def reading(self) -> Iterator[None]:
         """Reads ahead in a thread of its own meanwhile, a few batches at most."""
         end = threading.Event()
-        with self._changed:
+        with self._change:
             self._filler = end
         threading.Thread(
             target=self._fill, args=(end,), name="jgraph-data", daemon=True
@@ -372,9 +372,9 @@ class Stream:
             yield
         finally:
             end.set()
-            with self._changed:
+            with self._change:
                 self._filler = None
-                self._changed.notify_all()
+                self._change.notify_all()
 
     def once(self, batch_size: int) -> Iterator[list[Array]]:
         """Yields all batches of one pass; the last may be smaller."""
@@ -391,10 +391,8 @@ class Stream:
 
     def _fill(self, end: threading.Event) -> None:
         while not end.is_set() and self._end is None:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: end.is_set() or len(self._ready) < _AHEAD
-                )
+            with self._change:
+                self._change.wait_for(lambda: end.is_set() or len(self._ready) < _AHEAD)
             if not end.is_set():
                 self._fill_one()
 
@@ -410,15 +408,15 @@ class Stream:
                         break
             except JGError as error:
                 end = error
-            with self._changed:
+            with self._change:
                 if batch is not None:
                     self._ready.append(batch)
                 else:
                     read = self.batches_read + len(self._ready)
                     many = f"{read} batch{'es' * (read != 1)}"
-                    over = EOFError(f"{self._name} ended after {many}")
-                    self._end = self._end or end or over
-                self._changed.notify_all()
+                    eof = EOFError(f"{self._name} ended after {many}")
+                    self._end = self._end or end or eof
+                self._change.notify_all()
 
     # ------------------------------------------------------------ iterating
 
@@ -460,10 +458,10 @@ class Stream:
     def _one_pass(
         self, elements: Iterator[Any], first: tuple[Any] | None
     ) -> Iterator[tuple[list[Array], bool]]:
-        numbered = enumerate(self._elements(elements, first))
+        pairs = enumerate(self._elements(elements, first))
         together: list[list[Array]] = []
         smaller: int | None = None
-        for number, element in numbered:
+        for number, element in pairs:
             arrays = self.element.arrays(element, number)
             if not self.element.size:
                 together.append(arrays)

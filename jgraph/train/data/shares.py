@@ -39,9 +39,9 @@ class Shares:
         end: int,
     ) -> None:
         self._take = take
-        self._due = deque(open_numbers)
+        self._open_numbers = deque(open_numbers)
         self._end = end
-        self._kept: dict[int, dict[str, Array]] = {}
+        self._batches: dict[int, dict[str, Array]] = {}
         self._lock = threading.Lock()
         self._source = threading.Lock()  # held to take from the iterable
 
@@ -49,21 +49,21 @@ class Shares:
         """Returns the batch of a number, from any thread."""
         while True:
             with self._lock:
-                if number in self._kept:
-                    return self._kept.pop(number)
+                if number in self._batches:
+                    return self._batches.pop(number)
             with self._source:
                 with self._lock:
-                    if number in self._kept:
+                    if number in self._batches:
                         continue  # another thread took it meanwhile
-                    is_to_come = number >= self._end or number in self._due
+                    is_to_come = number >= self._end or number in self._open_numbers
                 batch = self._take()
                 if not is_to_come:
                     return batch
                 with self._lock:
-                    self._kept[self._next()] = batch
+                    self._batches[self._next()] = batch
 
     def _next(self) -> int:
-        if self._due:
-            return self._due.popleft()
+        if self._open_numbers:
+            return self._open_numbers.popleft()
         self._end += 1
         return self._end - 1

@@ -72,8 +72,8 @@ class Source:
           columns: which to read; all if unset. A column has numbers, or lists of
             numbers that all have one length.
         """
-        named = None if columns is None else list(columns)
-        return cls({"kind": "parquet", "path": path, "columns": named})
+        names = None if columns is None else list(columns)
+        return cls({"kind": "parquet", "path": path, "columns": names})
 
     @classmethod
     def tfrecord(cls, path: str, features: Features) -> Self:
@@ -139,16 +139,16 @@ class Source:
             facts = SourceFacts(dict(reader.fields), reader.parts, reader.shuffle)
             return Dataset(*_shown(facts), facts=facts, local=reader, source=plain)
         workers = list(tasks) or cluster.tasks("worker")
-        found = [open_source_on(cluster, worker, plain) for worker in workers]
-        for worker, other in zip(workers, found, strict=True):
-            if other != found[0]:
+        worker_facts = [open_source_on(cluster, worker, plain) for worker in workers]
+        for worker, other in zip(workers, worker_facts, strict=True):
+            if other != worker_facts[0]:
                 raise SourceError(
                     f"{self!r} is not the same on {workers[0]} and {worker}: "
-                    f"{_told(found[0])} there, {_told(other)} here; make the files "
-                    "alike",
+                    f"{_told(worker_facts[0])} there, {_told(other)} here; make the "
+                    "files alike",
                     task=worker,
                 )
-        return Dataset(*_shown(found[0]), facts=found[0], source=plain)
+        return Dataset(*_shown(worker_facts[0]), facts=worker_facts[0], source=plain)
 
     def _repr_html_(self) -> str:
         return markup.facts("Source", self.spec)

@@ -26,16 +26,18 @@ class Evaluator:
         self,
         adapter: Adapter,
         metrics: Mapping[str, Metric],
-        observed: StatefulMetrics | None = None,
+        stateful: StatefulMetrics | None = None,
     ) -> None:
-        self._observed = observed
-        asked = dict(metrics) if observed is None else {**metrics, _SEEN: observed.fn}
+        self._stateful = stateful
+        functions = (
+            dict(metrics) if stateful is None else {**metrics, _SEEN: stateful.fn}
+        )
 
-        def step(params: Tree, state: Tree, batch: Any, seen: Tree) -> Any:
-            row = adapter.evaluate(params, state, batch, asked)
-            if observed is not None:
-                seen = observed.update(seen, row.pop(_SEEN))
-            return named_metrics(row), seen
+        def step(params: Tree, state: Tree, batch: Any, metric_state: Tree) -> Any:
+            row = adapter.evaluate(params, state, batch, functions)
+            if stateful is not None:
+                metric_state = stateful.update(metric_state, row.pop(_SEEN))
+            return named_metrics(row), metric_state
 
         self._step = jax.jit(step)
         self._predict = jax.jit(adapter.predict, static_argnums=3)
@@ -50,13 +52,15 @@ class Evaluator:
           ConfigError: a metric is not a scalar, or there is nothing to evaluate.
         """
         rows, weights = [], []
-        seen = None if self._observed is None else self._observed.empty
+        metric_state = None if self._stateful is None else self._stateful.empty
         for count, batch in data.batches(batch_size):
-            row, seen = self._step(tree["params"], tree["state"], batch, seen)
+            row, metric_state = self._step(
+                tree["params"], tree["state"], batch, metric_state
+            )
             rows.append(row)
             weights.append(count)
         rows = jax.device_get(rows)
-        more = {} if self._observed is None else self._observed.compute(seen)
+        more = {} if self._stateful is None else self._stateful.compute(metric_state)
         if not (more and not rows[0]):
             check_metrics(rows[0])
         return {**weighted(rows, weights), **more}
@@ -114,13 +118,13 @@ def _naming_inputs(
         if isinstance(error, JGError):
             raise
         first = str(error).partition("\n")[0].rstrip(".")
-        told = (
+        hint = (
             "" if trained_on is None else f" It was trained on {trained_on.describe()}."
         )
         raise DataError(
             "the model cannot predict from "
             f"{data.describe(min(batch_size, len(data)))}: {type(error).__name__}: "
-            f"{first}.{told} Give trainer.predict(x) examples as the model takes them, "
+            f"{first}.{hint} Give trainer.predict(x) examples as the model takes them, "
             "along axis 0, or a function of the model and x: trainer.predict(x, fn=…)"
         ) from error
 

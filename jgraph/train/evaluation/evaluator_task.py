@@ -55,12 +55,12 @@ def evaluator_of(cluster: Cluster | None) -> TaskName | None:
 
 
 def as_evaluated(
-    data: Data | Source | None, cluster: Cluster | None, trained: Dataset
+    data: Data | Source | None, cluster: Cluster | None, training_data: Dataset
 ) -> Dataset | None:
     """Opens what is to be evaluated where that is done, or checks arrays.
 
     Raises:
-      DataError: data that cannot be used, or of another kind than ``trained``.
+      DataError: data that cannot be used, or of another kind than ``training_data``.
       SourceError: it cannot be opened there.
     """
     if data is None:
@@ -73,13 +73,13 @@ def as_evaluated(
             dataset = dataset.in_memory()
     else:
         dataset = data.open(None) if task is None else data.open(cluster, [task])
-    check_alike(trained, dataset, "the training data")
+    check_alike(training_data, dataset, "the training data")
     return dataset
 
 
 @final
 @dataclass(slots=True)
-class _Prepared:
+class _EvalStep:
     """The program for batches of one type.
 
     Attributes:
@@ -125,12 +125,12 @@ class EvaluatorTask:
         self._by_rows = by_rows
         self._container = f"{step.container}/evaluator"
         self._copies = {v.name: self._copy(v) for v in step.variables}
-        self._prepared: dict[str, _Prepared] = {}
+        self._eval_steps: dict[str, _EvalStep] = {}
         self._snapshots: dict[frozenset[str], Callable[[], Any]] = {}
         # One evaluation at a time: the next one takes the place of the snapshot.
         self._lock = threading.Lock()
         self._session: Session | None = None
-        self._uploaded = ""
+        self._upload_digest = ""
 
     def prepare(self, dataset: Dataset) -> Callable[[], Evaluation]:
         """Traces and plans for this data; returns what evaluates on it, in any thread.
@@ -159,34 +159,34 @@ class EvaluatorTask:
             container=self._container,
         )
 
-    def _program(self, dataset: Dataset, batch_size: int) -> _Prepared:
+    def _program(self, dataset: Dataset, batch_size: int) -> _EvalStep:
         batch = dataset.avals(batch_size)
         key = str(batch)
-        if key not in self._prepared:
-            self._prepared[key] = self._made(batch, len(dataset.fields))
-        return self._prepared[key]
+        if key not in self._eval_steps:
+            self._eval_steps[key] = self._made(batch, len(dataset.fields))
+        return self._eval_steps[key]
 
-    def _made(self, batch: Any, fields: int) -> _Prepared:
-        found = self._row_tables(batch) if self._by_rows else None
-        rows = {table.name for table in found.tables} if found else set[str]()
+    def _made(self, batch: Any, fields: int) -> _EvalStep:
+        tables = self._row_tables(batch) if self._by_rows else None
+        rows = {table.name for table in tables.tables} if tables else set[str]()
         model = [n for n in self._step.names if n.startswith(("params/", "state/"))]
-        copied = frozenset(model) - rows
+        copy_names = frozenset(model) - rows
         variables = [
-            self._copies[v.name] if v.name in copied else v
+            self._copies[v.name] if v.name in copy_names else v
             for v in self._step.variables
         ]
 
         def evaluate(batch: Any) -> dict[str, Any]:
             with device(self._task):
-                return self._metrics_of(found, variables, batch)
+                return self._metrics_of(tables, variables, batch)
 
         graph, _ = trace(evaluate, batch, variables=variables)
         avals = [v.aval for v in graph.jaxpr.outvars]
         names = self._step.metric_names(graph)
         check_metrics(dict(zip(names, avals, strict=True)))
-        planned = plan_on(self._cluster, graph, self._task)
+        plan = plan_on(self._cluster, graph, self._task)
         feeds = tuple(feed.name for feed in graph.feeds[:fields])
-        return _Prepared(planned.program, feeds, names, copied)
+        return _EvalStep(plan.program, feeds, names, copy_names)
 
     def _compute(self, params: Any, state: Any, batch: Any, _: Any) -> dict[str, Any]:
         evaluate = self._step.adapter.evaluate
@@ -200,14 +200,14 @@ class EvaluatorTask:
         )
 
     def _metrics_of(
-        self, found: RowTables | None, variables: Iterable[Variable], batch: Any
+        self, tables: RowTables | None, variables: Iterable[Variable], batch: Any
     ) -> dict[str, Any]:
         compute, rows = self._compute, {}
-        if found is not None and found.tables:
+        if tables is not None and tables.tables:
             never = RowUpdate()
-            used = RowStep(found, never, frozenset(), ()).rows(batch, ())
-            compute = found.loss([each.positions for each in used])
-            rows = {t.name: r for t, r in zip(found.tables, used, strict=True)}
+            table_rows = RowStep(tables, never, frozenset(), ()).rows(batch, ())
+            compute = tables.loss([each.positions for each in table_rows])
+            rows = {t.name: r for t, r in zip(tables.tables, table_rows, strict=True)}
         values = [
             variable[rows[name].unique if name in rows else ...]
             if name.startswith(("params/", "state/"))
@@ -237,7 +237,7 @@ class EvaluatorTask:
     # ------------------------------------------------------------ running
 
     def _evaluate(
-        self, dataset: Dataset, passes: list[tuple[SlotPlan, _Prepared]]
+        self, dataset: Dataset, passes: list[tuple[SlotPlan, _EvalStep]]
     ) -> Evaluation:
         with self._lock:
             try:
@@ -246,8 +246,8 @@ class EvaluatorTask:
                 step = self._take_snapshot(session, [p for _, p in passes])
                 rows: list[Mapping[str, float]] = []
                 weights: list[int] = []
-                for slots, prepared in passes:
-                    new = self._run(session, dataset, slots, prepared)
+                for slots, eval_step in passes:
+                    new = self._run(session, dataset, slots, eval_step)
                     rows += new
                     weights += [slots.batch_size] * len(new)
                 return Evaluation(step, weighted(rows, weights))
@@ -259,27 +259,27 @@ class EvaluatorTask:
         self, session: Session, dataset: Dataset, feeds: tuple[str, ...]
     ) -> None:
         digest = dataset.digest()
-        if not dataset.source and digest != self._uploaded:
+        if not dataset.source and digest != self._upload_digest:
             arrays = dict(zip(feeds, dataset.fields.values(), strict=True))
             session.put_data(self._task, self._container, arrays)
-        self._uploaded = digest
+        self._upload_digest = digest
 
-    def _take_snapshot(self, session: Session, passes: Iterable[_Prepared]) -> int:
+    def _take_snapshot(self, session: Session, passes: Iterable[_EvalStep]) -> int:
         names = frozenset[str]().union(*(p.copied for p in passes))
         nbytes = sum(nbytes_of(v.spec) for v in self._step.variables if v.name in names)
         limit = _STEP_S + bulk_timeout_s(nbytes)
         return int(session.run(self._snapshot(names), timeout_s=limit))
 
     def _run(
-        self, session: Session, dataset: Dataset, slots: SlotPlan, prepared: _Prepared
+        self, session: Session, dataset: Dataset, slots: SlotPlan, eval_step: _EvalStep
     ) -> list[Mapping[str, float]]:
-        if not prepared.handle:
-            prepared.handle = session.register(prepared.program)
+        if not eval_step.handle:
+            eval_step.handle = session.register(eval_step.program)
         request = LoopRequest(
             task=self._task,
-            handle=prepared.handle,
+            handle=eval_step.handle,
             data=dataset.source or self._container,
-            data_feeds=prepared.feeds if dataset.source else (),
+            data_feeds=eval_step.feeds if dataset.source else (),
             steps=slots.batches_per_epoch,
             batch_size=slots.batch_size,
             step_timeout_s=_STEP_S,
@@ -288,16 +288,16 @@ class EvaluatorTask:
         rows: list[Mapping[str, float]] = []
         for report in session.run_loops([request]):
             rows += [
-                dict(zip(prepared.names, values, strict=True))
+                dict(zip(eval_step.names, values, strict=True))
                 for values in zip(*report.fetches, strict=True)
             ]
         return rows
 
     def _forget(self) -> None:
         session, self._session = self._session, None
-        self._uploaded = ""
-        for prepared in self._prepared.values():
-            prepared.handle = ""
+        self._upload_digest = ""
+        for eval_step in self._eval_steps.values():
+            eval_step.handle = ""
         if session is not None:
             with suppress(ClusterError):
                 session.close()
@@ -320,7 +320,7 @@ def make_evaluations(
     evaluator_task: EvaluatorTask | None,
     evaluate: Callable[..., Evaluation],
     data: Data | Source | None,
-    opened: Dataset | None,
+    dataset: Dataset | None,
     *,
     whole: bool = False,
 ) -> Evaluations | None:
@@ -332,18 +332,18 @@ def make_evaluations(
       evaluator_task: evaluates beside it.
       evaluate: evaluates here.
       data: by the user.
-      opened: from ``as_evaluated``.
+      dataset: from ``as_evaluated``.
       whole: what is evaluated is kept, so it comes here, and is evaluated here.
     """
-    if data is None or opened is None:
+    if data is None or dataset is None:
         return None
     # What only the evaluator has opened is opened here when that is needed.
-    here = partial(evaluate, opened if opened.is_here else data)
+    here = partial(evaluate, dataset if dataset.is_here else data)
     if whole:
-        kept = partial(here, whole=True)
-        return Evaluations(kept, halted=lambda go_on: kept(go_on=go_on))
+        whole_here = partial(here, whole=True)
+        return Evaluations(whole_here, halted=lambda go_on: whole_here(go_on=go_on))
     return Evaluations(
-        here, None if evaluator_task is None else evaluator_task.prepare(opened)
+        here, None if evaluator_task is None else evaluator_task.prepare(dataset)
     )
 
 
@@ -357,10 +357,10 @@ def _plans(dataset: Dataset) -> list[SlotPlan]:
     plans = [SlotPlan(parts, BATCH_SIZE, 0, shuffle="none")] if whole else []
     if not rest:
         return plans
-    tail, left = list[Part](), rest
+    tail, remaining = list[Part](), rest
     for part in reversed(parts):  # of others nothing: a part keeps its number
-        count = min(left, part.examples)
+        count = min(remaining, part.examples)
         first = part.first + part.examples - count
         tail.append(replace(part, first=first, examples=count))
-        left -= count
+        remaining -= count
     return [*plans, SlotPlan(tail[::-1], rest, 0, shuffle="none")]

@@ -133,14 +133,14 @@ class TableRows:
 
     def events(self, table: TrainedTable) -> list[TableEvent]:
         """Returns what happened in each shard."""
-        found = []
+        events = []
         for task, spec in table.shards:
             report = report_of_shard(self._cluster, task, table.container, spec)
             counts = asdict(report.counts)
-            found.append(
+            events.append(
                 TableEvent(table.spec.name, task, report.rows, report.nbytes, **counts)
             )
-        return found
+        return events
 
 
 def renamed(state: State, number: int) -> State:

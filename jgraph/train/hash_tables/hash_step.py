@@ -105,9 +105,9 @@ def slot_columns(
 
     def begin(row: jax.Array) -> list[jax.Array]:
         # Only what the results need is made: the other parameters mostly not.
-        filled = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-        filled[number] = row
-        state = jax.tree.leaves(init(jax.tree.unflatten(tree, filled)))
+        parameters = [jnp.zeros(x.shape, x.dtype) for x in leaves]
+        parameters[number] = row
+        state = jax.tree.leaves(init(jax.tree.unflatten(tree, parameters)))
         return [state[n] for n in names]
 
     marks = [
@@ -115,22 +115,22 @@ def slot_columns(
     ]
     results = [jax.jit(begin)(mark) for mark in marks]
     return [
-        _column(name, marks, found, initial)
-        for name, found in zip(names.values(), zip(*results, strict=True), strict=True)
+        _column(name, marks, values, initial)
+        for name, values in zip(names.values(), zip(*results, strict=True), strict=True)
     ]
 
 
 def _column(
-    name: str, marks: Sequence[Any], found: Sequence[Any], initial: Initial
+    name: str, marks: Sequence[Any], values: Sequence[Any], initial: Initial
 ) -> Column:
-    dtype = found[0].dtype
-    if found[0].shape != marks[0].shape:
+    dtype = values[0].dtype
+    if values[0].shape != marks[0].shape:
         raise ConfigError(
-            f"the optimizer keeps {name} of shape {found[0].shape} for one row of a "
+            f"the optimizer keeps {name} of shape {values[0].shape} for one row of a "
             f"hash table, which is {marks[0].shape}; use one whose state "
             "has the shape of the parameter, such as optax.adagrad or optax.adam"
         )
-    arrays = [np.asarray(value, np.float64) for value in found]
+    arrays = [np.asarray(value, np.float64) for value in values]
     copies = [np.asarray(mark.astype(dtype), np.float64) for mark in marks]
     if all(map(np.array_equal, arrays, copies)):
         begins = initial
@@ -142,7 +142,7 @@ def _column(
             "the row itself, and a hash table makes rows on its own; use another "
             "optimizer, such as optax.adagrad or optax.adam"
         )
-    return Column(name, found[0].shape[1], jnp.dtype(dtype).name, begins)
+    return Column(name, values[0].shape[1], jnp.dtype(dtype).name, begins)
 
 
 def needs_ps(tables: Sequence[ModelTable]) -> None:

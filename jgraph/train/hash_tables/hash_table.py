@@ -114,8 +114,8 @@ class HashTable(nnx.Module):
         places = find_keys(self.known[...], as_pairs(ids), options=self.options)
         # Of a single id JAX would write another gather, also under vmap.
         rows: jax.Array = self.rows[...]
-        found = rows.at[jnp.atleast_1d(places)].get(mode="promise_in_bounds")
-        return found.reshape(*places.shape, -1)
+        vectors = rows.at[jnp.atleast_1d(places)].get(mode="promise_in_bounds")
+        return vectors.reshape(*places.shape, -1)
 
     def with_rows(self, keys: Keys, rows: Any) -> "HashTable":
         """Returns a table of these rows; ids without one read zeros.
@@ -144,16 +144,16 @@ class HashTable(nnx.Module):
         return join_keys(np.asarray(self.known[1:]))
 
     def _repr_html_(self) -> str:
-        held = {"rows here": len(self.known[...]) - 1}
-        return markup.facts("HashTable", {**asdict(self.options), **held})
+        counts = {"rows here": len(self.known[...]) - 1}
+        return markup.facts("HashTable", {**asdict(self.options), **counts})
 
 
 def nnx_tables(model: nnx.Module) -> list[ModelTable]:
     """Returns the hash tables of an nnx model, by the names of their variables."""
-    known = nnx.to_flat_state(nnx.state(model, KnownKeys))
+    key_states = nnx.to_flat_state(nnx.state(model, KnownKeys))
     return [
         _table(path, ("state",), variable.get_metadata()["options"])
-        for path, variable in known
+        for path, variable in key_states
     ]
 
 

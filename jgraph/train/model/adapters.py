@@ -111,16 +111,16 @@ def _initial(model: nn.Module, seed: int, data: Dataset) -> Tree:
     keys = jax.random.split(jax.random.key(seed))
     example = data.sample()
     names = positional(model.__call__)
-    named: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     if isinstance(example, Mapping) and set(names) <= set(example):
-        named = {name: example[name] for name in names}
-    inputs = () if named else (data.fields[data.first][:1],)
+        by_name = {name: example[name] for name in names}
+    inputs = () if by_name else (data.fields[data.first][:1],)
     try:
-        return model.init({"params": keys[0], "dropout": keys[1]}, *inputs, **named)
+        return model.init({"params": keys[0], "dropout": keys[1]}, *inputs, **by_name)
     except (*_CANNOT_TAKE, FlaxError) as error:
         name, first = type(model).__name__, str(error).partition("\n")[0].rstrip(".")
         raise ConfigError(
-            f"{name} cannot be initialized with {', '.join(named) or data.first}: "
+            f"{name} cannot be initialized with {', '.join(by_name) or data.first}: "
             f"{type(error).__name__}: {first}; for other inputs than the first field "
             "of the data, or the fields named as the model's parameters, give "
             "Trainer(…, variables=model.init(jax.random.key(0), …))"
@@ -345,8 +345,8 @@ def _made_by(make: Callable[[], nnx.Module], wrt: Any) -> tuple[Tree, Tree]:
 
 
 def _split(model: nnx.Module, wrt: Any) -> tuple[Any, Any, Any, Any]:
-    split: Any = nnx.split(model, wrt, nnx.RngState, ...)
-    return tuple(split)
+    parts: Any = nnx.split(model, wrt, nnx.RngState, ...)
+    return tuple(parts)
 
 
 def _check_not_on_mesh(params: Tree) -> None:
@@ -439,8 +439,8 @@ class NamedAxes:
 
 def _with_axis(call: Callable[[], _T], name: str) -> Callable[[], _T]:
     def inner() -> _T:
-        mapped = jax.vmap(call, in_axes=(), axis_size=1, axis_name=name)
-        one: _T = jax.tree.map(lambda x: jnp.squeeze(x, 0), mapped())
+        batch_call = jax.vmap(call, in_axes=(), axis_size=1, axis_name=name)
+        one: _T = jax.tree.map(lambda x: jnp.squeeze(x, 0), batch_call())
         return one
 
     return inner

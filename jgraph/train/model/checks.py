@@ -39,8 +39,8 @@ def warn_of_same_draws(graph: Graph) -> None:
 
     A dropout mask of ``nnx.Rngs(0)``, made in the loss, is such a one.
     """
-    found = _same_draws(graph.jaxpr, graph.jaxpr.constvars)
-    for line in dict.fromkeys(found):
+    draws = _same_draws(graph.jaxpr, graph.jaxpr.constvars)
+    for line in dict.fromkeys(draws):
         warnings.warn(
             f"the loss draws the same random numbers in every step, at {line}: their "
             "key is made in the loss, as by nnx.Rngs(0) or jax.random.key(0), and "
@@ -58,19 +58,19 @@ def _same_draws(jaxpr: Jaxpr, inputs: Sequence[Any]) -> list[str]:
       jaxpr: what draws.
       inputs: those of its inputs that are constants.
     """
-    found: list[str] = []
+    draws: list[str] = []
     lines = dict.fromkeys(inputs, _compat.UNKNOWN_LINE)
     for equation in jaxpr.eqns:
         values = [v for v in equation.invars if isinstance(v, Var)]
         is_fixed = not equation.effects and all(v in lines for v in values)
         if is_fixed:
             # What a library has traced before has no line of the user's.
-            made = [_compat.user_line(equation), *(lines[v] for v in values)]
-            known = [line for line in made if line != _compat.UNKNOWN_LINE]
-            lines |= dict.fromkeys(equation.outvars, [*known, made[0]][0])
+            candidates = [_compat.user_line(equation), *(lines[v] for v in values)]
+            user_lines = [line for line in candidates if line != _compat.UNKNOWN_LINE]
+            lines |= dict.fromkeys(equation.outvars, [*user_lines, candidates[0]][0])
             if equation.primitive.name == "random_bits":
-                found.append(lines[equation.outvars[0]])
+                draws.append(lines[equation.outvars[0]])
         for _, inner in _compat.inner_jaxprs(equation):
             body = _compat.open_jaxpr(inner)
-            found += _same_draws(body, body.invars if is_fixed else body.constvars)
-    return found
+            draws += _same_draws(body, body.invars if is_fixed else body.constvars)
+    return draws

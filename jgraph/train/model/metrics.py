@@ -35,13 +35,13 @@ def named_metrics(tree: Mapping[str, Any]) -> dict[str, jax.Array]:
       >>> named_metrics({"lr": 0.5, "top": {"1": 3, "5": 4}})["top/5"].item()
       4
     """
-    found: dict[str, jax.Array] = {}
+    arrays: dict[str, jax.Array] = {}
     for keys, value in jax.tree_util.tree_flatten_with_path(dict(tree))[0]:
         name = "/".join(path_of(keys))
-        if name in found:
+        if name in arrays:
             raise GraphError(f"two metrics are called '{name}'; rename one")
-        found[name] = _as_array(value, name)
-    return found
+        arrays[name] = _as_array(value, name)
+    return arrays
 
 
 def _as_array(value: Any, name: str) -> jax.Array:
@@ -114,10 +114,10 @@ def from_pieces(means: Array, counts: Array) -> Array:
 
 def metrics_by_name(names: Sequence[str], fetches: Sequence[Array]) -> dict[str, Array]:
     """Returns what a loop fetched, a row per step, by the names of the metrics."""
-    found = dict(zip(names, fetches, strict=bool(names)))
+    by_name = dict(zip(names, fetches, strict=bool(names)))
     return {
-        name.removeprefix(WHOLE): from_pieces(values, found[CONTRIBUTIONS])
+        name.removeprefix(WHOLE): from_pieces(values, by_name[CONTRIBUTIONS])
         if name.startswith(WHOLE)
         else values
-        for name, values in found.items()
+        for name, values in by_name.items()
     }

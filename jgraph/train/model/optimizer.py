@@ -49,8 +49,8 @@ class CalledOptimizer:
     """
 
     def __init__(self, tx: Optimizer) -> None:
-        given = _by_name(tx) if isinstance(tx, Mapping) else tx
-        self._tx = optax.with_extra_args_support(given)
+        transform = _by_name(tx) if isinstance(tx, Mapping) else tx
+        self._tx = optax.with_extra_args_support(transform)
 
     def init(self, params: Tree) -> Tree:
         """Returns the state to begin with.
@@ -88,8 +88,8 @@ class CalledOptimizer:
           ConfigError: it wants more than a step has, or does not go with the
             parameters, or makes another state than it was given.
         """
-        found = self._called(grads, state, params, value, value_fn or _no_batch)
-        updates, new = jax.tree.map(jnp.asarray, found)
+        results = self._called(grads, state, params, value, value_fn or _no_batch)
+        updates, new = jax.tree.map(jnp.asarray, results)
         _check_same("updates", params, updates, "the parameter is")
         _check_same("state", state, new, "before the update it was")
         return updates, new
@@ -101,26 +101,28 @@ class CalledOptimizer:
             del obj_fn, grad_fn  # line searches refuse keywords that this does not take
             return value_fn(params)
 
-        given: dict[str, Any] = {
+        extra_args: dict[str, Any] = {
             "value": value,
             "grad": grads,
             "value_fn": loss_of,
             "obj_fn": value_fn,
             "grad_fn": lambda params, *_: jax.grad(value_fn)(params),
         }
-        wanted = inspect.signature(self._tx.update).parameters
-        if all(p.kind is not p.VAR_KEYWORD for p in wanted.values()):
-            given = {name: one for name, one in given.items() if name in wanted}
+        parameters = inspect.signature(self._tx.update).parameters
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+            extra_args = {
+                name: one for name, one in extra_args.items() if name in parameters
+            }
         while True:
             try:
-                return self._tx.update(grads, state, params, **given)
+                return self._tx.update(grads, state, params, **extra_args)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 if isinstance(error, JGError):
                     raise
                 # A part of a chain may take fewer than the chain.
-                if (name := _unexpected(error)) not in given:
+                if (name := _unexpected(error)) not in extra_args:
                     raise _failed(error) from error
-                del given[name]
+                del extra_args[name]
 
     def _whole(self, state: Tree, params: Tree) -> Tree:
         """Returns the state with what an update adds to it, as zeros.
@@ -128,10 +130,10 @@ class CalledOptimizer:
         That can be when the update does not read what it adds; else the state stays as
         it is. Booleans and whole numbers that become others are those from the start.
         """
-        fixed = partial(self._called, value=jnp.zeros(()), value_fn=_zero)
+        update = partial(self._called, value=jnp.zeros(()), value_fn=_zero)
         grads = jax.tree.map(jnp.zeros_like, params)
         try:
-            _, after = jax.eval_shape(fixed, grads, state, params)
+            _, after = jax.eval_shape(update, grads, state, params)
         except JGError:
             return state  # the update itself will say so, with all that a step has
         types, values = _by_path(after), _by_path(state)
@@ -141,20 +143,20 @@ class CalledOptimizer:
         values = {path: v.astype(types[path].dtype) for path, v in values.items()}
 
         def of_first(values: Any, *rest: Tree) -> Any:
-            return fixed(rest[0], jax.tree.unflatten(first, values), rest[1])
+            return update(rest[0], jax.tree.unflatten(first, values), rest[1])
 
         def of_grown(values: Any, *rest: Tree) -> Any:
-            return fixed(rest[0], grown(values), rest[1])
+            return update(rest[0], grown(values), rest[1])
 
         def grown(values: Any) -> Tree:
-            known = dict(zip(_by_path(state), values, strict=True))
+            old_values = dict(zip(_by_path(state), values, strict=True))
             zeros = {path: np.zeros(t.shape, t.dtype) for path, t in types.items()}
-            leaves = {**zeros, **known}.values()
+            leaves = {**zeros, **old_values}.values()
             return jax.tree.unflatten(jax.tree.structure(after), leaves)
 
-        given = list(values.values()), grads, params
-        texts = [str(jax.make_jaxpr(fn)(*given)) for fn in (of_first, of_grown)]
-        return grown(given[0]) if texts[0] == texts[1] else state
+        arguments = list(values.values()), grads, params
+        texts = [str(jax.make_jaxpr(fn)(*arguments)) for fn in (of_first, of_grown)]
+        return grown(arguments[0]) if texts[0] == texts[1] else state
 
 
 def unwrapped(tx: Any, wrt: Any) -> tuple[Any, Any]:
@@ -240,14 +242,15 @@ def _check_same(what: str, old: Tree, new: Tree, was: str) -> None:
     paths = [*before, *(path for path in after if path not in before)]
     types = ((p, _type_of(before.get(p)), _type_of(after.get(p))) for p in paths)
     first = "opt/" if what == "state" else "params/"
-    told = next(
+    difference = next(
         (f"{first}{'/'.join(p)} is {b}, and {was} {a}" for p, a, b in types if a != b),
         "its containers are of other kinds" if kinds[0] != kinds[1] else "",
     )
-    if told:
+    if difference:
         raise ConfigError(
-            f"the optimizer tx returns {what} of another form: {told}; its update must "
-            "keep paths, shapes and types, and its init must make the whole state"
+            f"the optimizer tx returns {what} of another form: {difference}; its "
+            "update must keep paths, shapes and types, and its init must make the "
+            "whole state"
         )
 
 
@@ -262,8 +265,8 @@ def _type_of(leaf: Any) -> str:
 
 
 def _unexpected(error: Exception) -> str:
-    found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-    return found[1] if found else ""
+    match = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    return match[1] if match else ""
 
 
 def _failed(error: Exception) -> ConfigError:

@@ -47,10 +47,10 @@ class StatefulMetrics:
 
     def compute(self, state: Tree) -> dict[str, float]:
         """Returns the metrics by name; one with several values gives several."""
-        found = nnx.merge(self.graph, state).compute()
-        named = found if isinstance(found, Mapping) else {"metric": found}
+        outcome = nnx.merge(self.graph, state).compute()
+        by_name = outcome if isinstance(outcome, Mapping) else {"metric": outcome}
         flat: dict[str, Any] = {}
-        for name, value in named.items():
+        for name, value in by_name.items():
             if is_dataclass(value) and not isinstance(value, type):
                 flat |= {f"{name}_{k}": v for k, v in asdict(value).items()}
             else:

@@ -25,26 +25,26 @@ def named_state(state: Any) -> tuple[Tree, Callable[[Tree], Any]]:
     """Returns an nnx state as nested dicts, and the function that goes back."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
     paths = [_names(path) for path, _ in leaves]
-    named: Tree = {}
+    by_name: Tree = {}
     for path, (_, value) in zip(paths, leaves, strict=True):
-        _put(named, path, value)
+        _put(by_name, path, value)
 
     def back(values: Tree) -> Any:
         return jax.tree.unflatten(tree, [_get(values, path) for path in paths])
 
-    return named, back
+    return by_name, back
 
 
 def named_like(new: Any, old: Tree) -> Tree:
     """Returns the new state; it must have the structure and types of the old one."""
-    named = new if isinstance(new, dict) else named_state(new)[0]
-    structures: list[Any] = [jax.tree.structure(tree) for tree in (named, old)]
+    by_name = new if isinstance(new, dict) else named_state(new)[0]
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (by_name, old)]
     if structures[0] != structures[1]:
         raise GraphError(
             "loss changed which state the model has (for example by nnx.sow or a new "
             "collection); return such values as metrics instead"
         )
-    return jax.tree.map(lambda value, like: value.astype(like.dtype), named, old)
+    return jax.tree.map(lambda value, like: value.astype(like.dtype), by_name, old)
 
 
 def group_with_parameters(paths: Sequence[Path]) -> list[str]:

@@ -240,7 +240,7 @@ class Pipeline:
         inputs, passes = jax.tree.map(type_of, x), []
         for number, stage in enumerate(self._stages):
             is_last = number == len(self._stages) - 1
-            made = StagePasses(
+            stage_passes = StagePasses(
                 stage.what,
                 self._last if is_last else _without_targets(stage.apply),
                 jax.tree.map(type_of, params[number]),
@@ -249,8 +249,8 @@ class Pipeline:
                 input_gradients=bool(number) or input_gradients,
                 share=1 / self.schedule.microbatches if is_last else None,
             )
-            passes.append(made)
-            inputs = made.outputs
+            passes.append(stage_passes)
+            inputs = stage_passes.outputs
         return passes
 
     def _last(self, params: Tree, inputs: Tree, targets: Tree) -> Any:
@@ -281,7 +281,7 @@ def _without_targets(
 def _joined(x: Tree, parts: dict[int, list[Any]]) -> Tree:
     """Returns a tree like ``x`` of the gradients of its floats."""
     columns = zip(*(parts[k] for k in range(len(parts))), strict=True)
-    joined = (jnp.concatenate(column) for column in columns)
+    arrays = (jnp.concatenate(column) for column in columns)
     return jax.tree.map(
-        lambda leaf: next(joined) if is_float(type_of(leaf)) else None, x
+        lambda leaf: next(arrays) if is_float(type_of(leaf)) else None, x
     )

@@ -107,18 +107,18 @@ def _linen_init(what: str, module: nn.Module, key: Any, inputs: Tree) -> Tree:
 
 
 def _nnx_stage(what: str, module: nnx.Module) -> Stage:
-    split: Any = nnx.split(module, nnx.Param, ...)
-    graph, params, state = split
+    parts: Any = nnx.split(module, nnx.Param, ...)
+    graph, params, state = parts
     if jax.tree.leaves(state):
         others = [v for _, v in nnx.iter_graph(module) if isinstance(v, nnx.Variable)]
         kinds = {type(v).__name__ for v in others if not isinstance(v, nnx.Param)}
         raise _has_state(what, sorted(kinds))
-    named, back = named_state(params)
+    by_name, back = named_state(params)
 
     def apply(params: Tree, x: Tree) -> Tree:
         return nnx.merge(graph, back(params), state)(x)
 
-    return Stage(what, apply, lambda *_: named)
+    return Stage(what, apply, lambda *_: by_name)
 
 
 def _has_state(what: str, kinds: list[str]) -> PipelineError:

@@ -71,11 +71,11 @@ def residuals(flat: Flat, num_outputs: int, num_params: int) -> Residuals:
       (1, (0,), 4)
     """
     jaxpr = flat.jaxpr
-    outputs, taken = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
-    kept = _stored_values(jaxpr, set(_vars(taken)), num_params)
-    made_again = [e for e in jaxpr.eqns if not kept.intersection(e.outvars)]
-    ordered = [v for v in dict.fromkeys(_vars(taken)) if v in kept]
-    results = [*outputs, *(v for v in ordered if v not in _vars(outputs))]
+    outputs, backward_vars = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
+    stored_vars = _stored_values(jaxpr, set(_vars(backward_vars)), num_params)
+    again_equations = [e for e in jaxpr.eqns if not stored_vars.intersection(e.outvars)]
+    stored_order = [v for v in dict.fromkeys(_vars(backward_vars)) if v in stored_vars]
+    results = [*outputs, *(v for v in stored_order if v not in _vars(outputs))]
     forward = _compat.build_jaxpr(
         constvars=jaxpr.constvars,
         consts=flat.consts,
@@ -86,18 +86,18 @@ def residuals(flat: Flat, num_outputs: int, num_params: int) -> Residuals:
     again = _compat.build_jaxpr(
         constvars=jaxpr.constvars,
         consts=flat.consts,
-        invars=[*jaxpr.invars, *ordered],
-        outvars=taken,
-        equations=needed_for(taken, made_again),
+        invars=[*jaxpr.invars, *stored_order],
+        outvars=backward_vars,
+        equations=needed_for(backward_vars, again_equations),
     )
-    places = tuple(results.index(v) for v in ordered)
+    places = tuple(results.index(v) for v in stored_order)
     return Residuals(forward, places, again, flat.consts)
 
 
-def _stored_values(jaxpr: Jaxpr, taken: set[Var], num_params: int) -> set[Var]:
+def _stored_values(jaxpr: Jaxpr, backward_vars: set[Var], num_params: int) -> set[Var]:
     constant = {*jaxpr.constvars, *jaxpr.invars[:num_params]}
-    at_hand = constant | taken.intersection(jaxpr.invars)
-    kept = set()
+    at_hand = constant | backward_vars.intersection(jaxpr.invars)
+    stored_vars = set()
     for equation in jaxpr.eqns:
         needs = _vars(equation.invars)
         if constant.issuperset(needs) and not equation.effects:
@@ -106,10 +106,10 @@ def _stored_values(jaxpr: Jaxpr, taken: set[Var], num_params: int) -> set[Var]:
         elif _is_cheap(equation) and at_hand.issuperset(needs):
             at_hand.update(equation.outvars)
         else:
-            stored = taken.intersection(equation.outvars)
-            kept |= stored
-            at_hand |= stored
-    return kept
+            new_vars = backward_vars.intersection(equation.outvars)
+            stored_vars |= new_vars
+            at_hand |= new_vars
+    return stored_vars
 
 
 def _is_cheap(equation: Equation) -> bool:
@@ -160,9 +160,9 @@ class StagePasses:
         self._fn, self._what, self._share = fn, what, share
         self._types, self._tree = jax.tree.flatten((params, inputs, targets))
         self._num_params = len(jax.tree.leaves(params))
-        wanted = params, inputs if input_gradients else ()
-        self._wanted = [
-            n for n, leaf in enumerate(jax.tree.leaves(wanted)) if is_float(leaf)
+        primals = params, inputs if input_gradients else ()
+        self._primal_places = [
+            n for n, leaf in enumerate(jax.tree.leaves(primals)) if is_float(leaf)
         ]
         self.outputs: Tree = None
         self._back: Any = None
@@ -184,7 +184,7 @@ class StagePasses:
         self,
         params: Leaves,
         inputs: Leaves,
-        kept: Leaves,
+        stored_values: Leaves,
         gradients: Leaves,
         sums: Leaves,
         label: str = "",
@@ -194,19 +194,19 @@ class StagePasses:
         Args:
           params: as for ``forward``.
           inputs: as for ``forward``.
-          kept: from ``forward``.
+          stored_values: from ``forward``.
           gradients: of the outputs that are floats; none for the last stage.
           sums: so far; empty at first.
           label: names the pass, for people.
         """
-        args = [*params, *inputs, *kept, *gradients, *sums]
+        args = [*params, *inputs, *stored_values, *gradients, *sums]
 
         def run(*args: Any) -> Leaves:
-            count = len(self._types) + len(kept)
-            found = _evaluate(self._residuals, args[:count])
-            back = jax.tree.unflatten(self._back, found)
-            made = self._gradients(back, args[count : count + len(gradients)])
-            return self._added(made, args[count + len(gradients) :])
+            count = len(self._types) + len(stored_values)
+            back_leaves = _evaluate(self._residuals, args[:count])
+            back = jax.tree.unflatten(self._back, back_leaves)
+            new_gradients = self._gradients(back, args[count : count + len(gradients)])
+            return self._added(new_gradients, args[count + len(gradients) :])
 
         return self._split(self._run("backward pass", run, args, bool(sums), label))
 
@@ -219,13 +219,13 @@ class StagePasses:
         def run(*args: Any) -> Leaves:
             count = len(self._types)
             outputs, back = self._vjp(args[:count])
-            made = self._gradients(back, [])
-            return [*outputs, *self._added(made, args[count:])]
+            gradients = self._gradients(back, [])
+            return [*outputs, *self._added(gradients, args[count:])]
 
-        loss, *made = self._run(
+        loss, *gradients = self._run(
             "forward and backward pass", run, args, bool(sums), label
         )
-        return [loss], *self._split(made)
+        return [loss], *self._split(gradients)
 
     # ------------------------------------------------------------ inside
 
@@ -243,36 +243,38 @@ class StagePasses:
     def _vjp(self, args: Sequence[Any]) -> tuple[Leaves, Any]:
         """Returns the outputs, and what gives the gradients of what is wanted."""
 
-        def over_wanted(*wanted: Any) -> Leaves:
+        def over_wanted(*primals: Any) -> Leaves:
             leaves = list(args)
-            for place, value in zip(self._wanted, wanted, strict=True):
+            for place, value in zip(self._primal_places, primals, strict=True):
                 leaves[place] = value
             outputs = self._checked(*jax.tree.unflatten(self._tree, leaves))
             self.outputs = jax.tree.map(type_of, outputs)
-            found: Leaves = jax.tree.leaves(outputs)
-            return found
+            output_leaves: Leaves = jax.tree.leaves(outputs)
+            return output_leaves
 
-        outputs, back = jax.vjp(over_wanted, *(args[n] for n in self._wanted))
+        outputs, back = jax.vjp(over_wanted, *(args[n] for n in self._primal_places))
         return outputs, back
 
     def _gradients(self, back: Any, gradients: Sequence[Any]) -> Leaves:
-        given = iter(gradients)
+        remaining = iter(gradients)
         cotangents: Leaves = []
         for leaf in jax.tree.leaves(self.outputs):
             if self._share is not None:
                 cotangents.append(jnp.full(leaf.shape, self._share, leaf.dtype))
             elif is_float(leaf):
-                cotangents.append(next(given))
+                cotangents.append(next(remaining))
             else:
                 cotangents.append(np.zeros(leaf.shape, jax.dtypes.float0))
         return list(back(cotangents))
 
-    def _added(self, made: Leaves, sums: Sequence[Any]) -> Leaves:
+    def _added(self, gradients: Leaves, sums: Sequence[Any]) -> Leaves:
         count = self._num_params
         new = (
-            [s + g for s, g in zip(sums, made, strict=False)] if sums else made[:count]
+            [s + g for s, g in zip(sums, gradients, strict=False)]
+            if sums
+            else gradients[:count]
         )
-        return [*new, *made[count:]]
+        return [*new, *gradients[count:]]
 
     def _run(
         self,
@@ -286,8 +288,8 @@ class StagePasses:
             self._alone[name, adds] = alone(name, run, *map(type_of, args))
         return self._alone[name, adds](args, label)
 
-    def _split(self, made: Leaves) -> tuple[Leaves, Leaves]:
-        return made[: self._num_params], made[self._num_params :]
+    def _split(self, gradients: Leaves) -> tuple[Leaves, Leaves]:
+        return gradients[: self._num_params], gradients[self._num_params :]
 
     def _checked(self, params: Tree, inputs: Tree, targets: Tree) -> Tree:
         try:
@@ -328,8 +330,8 @@ def type_of(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(value), jnp.result_type(value))
 
 
-def _evaluate(found: Residuals, args: Sequence[Any]) -> Leaves:
-    results: Leaves = jax.core.eval_jaxpr(found.again, found.consts, *args)
+def _evaluate(jaxprs: Residuals, args: Sequence[Any]) -> Leaves:
+    results: Leaves = jax.core.eval_jaxpr(jaxprs.again, jaxprs.consts, *args)
     return results
 
 

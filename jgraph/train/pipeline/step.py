@@ -67,16 +67,16 @@ class PipelineStep:
         values = {name: np.asarray(value) for name, value in (tables or {}).items()}
         rows = {name: len(value) for name, value in values.items()}
         self._tables = PipelineTables(rows, devices[0])
-        trained = joined(list(params), values)
+        all_params = joined(list(params), values)
         state = {
-            "params": trained,
-            "opt": jax.jit(self._tx.init)(trained),
+            "params": all_params,
+            "opt": jax.jit(self._tx.init)(all_params),
             "global_step": np.zeros((), np.int32),
         }
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(state)
         paths = [path_of(keys) for keys, _ in leaves]
         groups = [group.split("/") for group in group_with_parameters(paths)]
-        made = []
+        pairs = []
         for path, group, (_, value) in zip(paths, groups, leaves, strict=True):
             table, stage = table_of(group, value, rows), stage_of(group)
             home = "" if stage is None else devices[stage]
@@ -87,9 +87,9 @@ class PipelineStep:
                 container=container,
                 partitioner=partitioner if table else None,
             )
-            made.append((variable, table))
-        self._made = tuple(made)
-        self.variables = tuple(variable for variable, _ in made)
+            pairs.append((variable, table))
+        self._variable_tables = tuple(pairs)
+        self.variables = tuple(variable for variable, _ in pairs)
         self.train = Function(self._train, "pipeline")
 
     def params(self, session: Session) -> list[Tree]:
@@ -132,8 +132,8 @@ class PipelineStep:
         return int(tree["global_step"])
 
     def _now(self, session: Session, prefix: str = "") -> Tree:
-        wanted = [v for v in self.variables if v.name.startswith(prefix)]
-        values = session.read(wanted)
+        matches = [v for v in self.variables if v.name.startswith(prefix)]
+        values = session.read(matches)
         return self._with_values([values.get(v.name) for v in self.variables])
 
     def _with_values(self, values: Sequence[Any]) -> Tree:
@@ -141,24 +141,24 @@ class PipelineStep:
 
     def _train(self, x: Any, targets: Any) -> Any:
         places = self._tables.places(x)
-        used = [(v, places[t][0] if t else ...) for v, t in self._made]
-        now = self._with_values([variable[rows] for variable, rows in used])
-        stages, found = apart(now["params"])
-        taken = self._tables.looked_up(x, found, places)
+        reads = [(v, places[t][0] if t else ...) for v, t in self._variable_tables]
+        now = self._with_values([variable[rows] for variable, rows in reads])
+        stages, tables = apart(now["params"])
+        inputs = self._tables.looked_up(x, tables, places)
         if places:
             loss, (grads, into) = self._value_and_grad(
-                stages, taken, targets, input_gradients=True
+                stages, inputs, targets, input_gradients=True
             )
-            grads = joined(grads, self._tables.gradients(into, found, places))
+            grads = joined(grads, self._tables.gradients(into, tables, places))
         else:
-            loss, grads = self._value_and_grad(stages, taken, targets)
+            loss, grads = self._value_and_grad(stages, inputs, targets)
         updates, opt = self._tx.update(grads, now["opt"], now["params"], value=loss)
         new = {
             "params": optax.apply_updates(now["params"], updates),
             "opt": opt,
             "global_step": now["global_step"] + 1,
         }
-        for (variable, rows), value in zip(used, jax.tree.leaves(new), strict=True):
+        for (variable, rows), value in zip(reads, jax.tree.leaves(new), strict=True):
             variable[rows] = value.astype(variable.dtype)
         return loss
 
@@ -227,10 +227,10 @@ class PipelineGraph:
         }
 
     def _stage_inputs(self, work: Pass) -> Leaves:
-        found = self._inputs[Pass(work.stage, work.microbatch)]
+        inputs = self._inputs[Pass(work.stage, work.microbatch)]
         if work.stage == len(self.passes) - 1:
-            return [*found, *self._targets[work.microbatch]]
-        return found
+            return [*inputs, *self._targets[work.microbatch]]
+        return inputs
 
     def _forward(self, work: Pass) -> None:
         outputs, self._residuals[work] = self.passes[work.stage].forward(
@@ -257,11 +257,11 @@ class PipelineGraph:
 
     def _both(self, work: Pass) -> None:
         sums = self.sums.get(work.stage, [])
-        outputs, *found = self.passes[work.stage].both(
+        outputs, *gradients = self.passes[work.stage].both(
             self.params[work.stage], self._stage_inputs(work), sums, f"{work} and back"
         )
         self._give(work, outputs)
-        self._pass_back(work, *found)
+        self._pass_back(work, *gradients)
 
     def _pass_back(self, work: Pass, sums: Leaves, gradients: Leaves) -> None:
         self.sums[work.stage] = sums
@@ -308,24 +308,24 @@ class PipelineTables:
             for name, count in self.rows.items()
         }
 
-    def looked_up(self, x: Tree, found: Mapping[str, Any], places: Places) -> Tree:
+    def looked_up(self, x: Tree, tables: Mapping[str, Any], places: Places) -> Tree:
         """Returns the batch with rows in place of ids."""
         if not self.rows:
             return x
         with device(self.first):
-            taken = {
-                name: found[name][positions].reshape(*x[name].shape, -1)
+            rows = {
+                name: tables[name][positions].reshape(*x[name].shape, -1)
                 for name, (_, positions) in places.items()
             }
-        return {**x, **taken}
+        return {**x, **rows}
 
     def gradients(
-        self, into: Tree, found: Mapping[str, Any], places: Places
+        self, into: Tree, tables: Mapping[str, Any], places: Places
     ) -> dict[str, Any]:
         """Returns the gradients of the rows, given those of what was looked up."""
         with device(self.first):
             return {
-                name: jnp.zeros_like(found[name])
+                name: jnp.zeros_like(tables[name])
                 .at[positions]
                 .add(into[name].reshape(positions.size, -1))
                 for name, (_, positions) in places.items()

@@ -154,27 +154,27 @@ class EarlyStopping:
         self._copy: Copy | None = None
         self.best: float | None = None
         self.best_step = 0
-        self._waited = 0
+        self._wait_count = 0
 
     def __call__(self, run: Run, report: Report) -> None:
         """Takes a report; stops the run if it has waited long enough."""
-        found = self._values(report)
-        if found is None:
+        metrics = self._values(report)
+        if metrics is None:
             return
-        if self._metric not in found:
+        if self._metric not in metrics:
             raise ConfigError(
                 f"EarlyStopping waits for '{self._metric}', and the run has "
-                f"{', '.join(found)}"
+                f"{', '.join(metrics)}"
             )
-        value = found[self._metric]
+        value = metrics[self._metric]
         best = self._sign * math.inf if self.best is None else self.best
         if self._sign * (best - value) > self._min_delta:
-            self.best, self._waited = value, 0
+            self.best, self._wait_count = value, 0
             self._copy = report.copy if self.restore_best else None
             self.best_step = report.evaluation_step if self.evaluated else report.step
             return
-        self._waited += 1
-        if self._waited >= self._patience:
+        self._wait_count += 1
+        if self._wait_count >= self._patience:
             run.stop()
 
     def end(self, run: Run) -> None:
@@ -191,8 +191,8 @@ class EarlyStopping:
         return report.evaluated()
 
     def __repr__(self) -> str:
-        told = f"'{self._metric}', patience={self._patience}, best={self.best}"
-        return f"EarlyStopping({told})"
+        facts = f"'{self._metric}', patience={self._patience}, best={self.best}"
+        return f"EarlyStopping({facts})"
 
     def _repr_html_(self) -> str:
         return markup.lines(repr(self))

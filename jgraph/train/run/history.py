@@ -56,7 +56,7 @@ class History:
     def __init__(self, first_step: int = 0) -> None:
         self._stretches = [_Stretch(first_step, 0.0)]
         self._count = 0  # in the last stretch
-        self._dropped: dict[TaskName, int] = {}  # in the last stretch
+        self._drops: dict[TaskName, int] = {}  # in the last stretch
         self._readings: list[tuple[int, float, dict[str, float]]] = []
         self._lock = threading.Lock()
         self.staleness: Staleness = {}
@@ -96,20 +96,20 @@ class History:
         with self._lock:
             self._stretches[-1].chunks.append(chunk)
             self._count += len(chunk)
-            self._dropped.update(chunk.dropped)
+            self._drops.update(chunk.dropped)
 
     def go_back(self, step: int, seconds: float) -> None:
         """Forgets all after ``step``: it is done again, from ``seconds`` on."""
         with self._lock:
             stays = [s.until(step) for s in self._stretches if s.first < step]
             self._stretches = [*stays, _Stretch(step, seconds)]
-            self._count, self._dropped = 0, {}
+            self._count, self._drops = 0, {}
             self._readings = [row for row in self._readings if row[0] <= step]
 
     def dropped(self) -> dict[TaskName, int]:
         """Returns late gradients by worker; see ``Run.dropped``."""
         with self._lock:
-            return dict(self._dropped)
+            return dict(self._drops)
 
     def add_evaluation(
         self, step: int, seconds: float, values: Mapping[str, float]
@@ -168,15 +168,17 @@ class History:
     def _panels(self, names: Sequence[str]) -> list[Panel]:
         if names:
             return [Panel([self._curve(name)]) for name in names]
-        evaluated = [n for n in self.names if n.startswith("eval_")]
+        eval_names = [n for n in self.names if n.startswith("eval_")]
         first = [self._curve("loss")]
-        if "eval_loss" in evaluated:
+        if "eval_loss" in eval_names:
             first.append(self._curve("eval_loss"))
         others = []
-        for name in evaluated:
+        for name in eval_names:
             if name != "eval_loss":
-                trained = name.removeprefix("eval_")
-                others += [self._curve(n) for n in (name, trained) if n in self.names]
+                train_name = name.removeprefix("eval_")
+                others += [
+                    self._curve(n) for n in (name, train_name) if n in self.names
+                ]
         return [Panel(first)] + ([Panel(others)] if others else [])
 
     def _curve(self, name: str) -> Curve:
@@ -212,12 +214,12 @@ def _by_time(stretch: _Stretch, name: str) -> dict[str, Array]:
 
 def _seconds(chunks: Sequence[Chunk]) -> Array:
     """Returns when steps were done, by one clock for all replicas."""
-    began: dict[int, float] = {}
+    starts: dict[int, float] = {}
     parts = []
     for chunk in reversed(chunks):
         # What is known later of when a loop began is known better: it is less.
-        least = min(chunk.began, began.get(chunk.replica, chunk.began))
-        began[chunk.replica] = least
+        least = min(chunk.began, starts.get(chunk.replica, chunk.began))
+        starts[chunk.replica] = least
         parts.append(chunk.seconds + least)
     seconds: Array = np.concatenate(parts[::-1])
     return seconds

@@ -32,7 +32,7 @@ _HOOKS = ("begin", "end")
 _KERAS = ("on_train_begin", "on_epoch_end", "on_train_batch_end", "set_model")
 
 
-def as_callbacks(given: Callback | Sequence[Callback]) -> tuple[Callback, ...]:
+def as_callbacks(argument: Callback | Sequence[Callback]) -> tuple[Callback, ...]:
     """Returns the callbacks of a run; one may come alone.
 
     Raises:
@@ -42,10 +42,12 @@ def as_callbacks(given: Callback | Sequence[Callback]) -> tuple[Callback, ...]:
       >>> len(as_callbacks(lambda run, report: None))
       1
     """
-    alone = callable(given) or any(hasattr(given, name) for name in (*_HOOKS, *_KERAS))
-    callbacks: Any = (given,) if alone else given
+    alone = callable(argument) or any(
+        hasattr(argument, name) for name in (*_HOOKS, *_KERAS)
+    )
+    callbacks: Any = (argument,) if alone else argument
     if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
-        raise ConfigError(f"callbacks is {given!r:.60}; {_INSTEAD}")
+        raise ConfigError(f"callbacks is {argument!r:.60}; {_INSTEAD}")
     for callback in callbacks:
         _check(callback)
     return tuple(callbacks)

@@ -48,8 +48,8 @@ class CellView:
         lines = [] if report is None else [str(report), *map(str, report.workers)]
         if report is not None and report.curve:
             lines.insert(1, f"loss {bars(report.curve)}")
-        told = [f"{task}: {line}" for task, line in self.logs]
-        return "\n".join([*lines, *filter(None, [self.said]), *told])
+        log_lines = [f"{task}: {line}" for task, line in self.logs]
+        return "\n".join([*lines, *filter(None, [self.said]), *log_lines])
 
     def _repr_html_(self) -> str:
         parts = [] if self.report is None else [_head(self.report)]
@@ -58,9 +58,9 @@ class CellView:
         if self.said:
             parts.append(f"<div><i>{escape(self.said)}</i></div>")
         if self.logs:
-            told = "\n".join(f"{task}: {line}" for task, line in self.logs)
+            log_text = "\n".join(f"{task}: {line}" for task, line in self.logs)
             look = "max-height:12em;overflow:auto;font-size:85%"
-            parts.append(f'<pre style="{look}">{escape(told)}</pre>')
+            parts.append(f'<pre style="{look}">{escape(log_text)}</pre>')
         return "".join(parts) or "<i>starting</i>"
 
 
@@ -87,10 +87,10 @@ class CellDisplay:
         self._logs = logs
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._end = threading.Event()
         self._view = CellView(None)
         self._evaluation: Mapping[str, float] | None = None
-        self._said = self._noticed = ""
+        self._wait_text = self._notice = ""
         self._since = self._clock.now()
         self._lines: deque[tuple[str, str]] = deque(maxlen=_LINES)
         self._threads: list[threading.Thread] = []
@@ -110,19 +110,19 @@ class CellDisplay:
         with self._lock:
             self._evaluation = report.evaluation or self._evaluation
             self._view = CellView(replace(report, evaluation=self._evaluation))
-            self._said = ""
+            self._wait_text = ""
             self._draw()
 
     def say(self, what: str) -> None:
         """See ``Display``."""
         with self._lock:
-            self._said, self._since = what, self._clock.now()
+            self._wait_text, self._since = what, self._clock.now()
             self._draw()
 
     def notice(self, what: str) -> None:
         """See ``Display``."""
         with self._lock:
-            self._noticed = what
+            self._notice = what
             self._draw()
 
     def __exit__(
@@ -131,33 +131,35 @@ class CellDisplay:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._over.set()
+        self._end.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(2 * _EVERY_S)
         with self._lock:
-            self._said = self._noticed = ""
+            self._wait_text = self._notice = ""
             self._draw()
 
     def _tick(self) -> None:
-        while not self._over.wait(_EVERY_S):
+        while not self._end.wait(_EVERY_S):
             with self._lock:
-                if self._said or self._lines:
+                if self._wait_text or self._lines:
                     self._draw()
 
     def _read(self) -> None:
         assert self._logs is not None  # __enter__ asks
-        while not self._over.wait(_EVERY_S):
+        while not self._end.wait(_EVERY_S):
             lines = self._logs()
             with self._lock:
                 self._lines.extend(lines)
 
     def _draw(self) -> None:
-        said = self._noticed
-        if self._said:
+        text = self._notice
+        if self._wait_text:
             seconds = self._clock.now() - self._since
-            said = "; ".join(filter(None, [f"{self._said} … {seconds:.0f} s", said]))
-        self._show(CellView(self._view.report, said, tuple(self._lines)))
+            text = "; ".join(
+                filter(None, [f"{self._wait_text} … {seconds:.0f} s", text])
+            )
+        self._show(CellView(self._view.report, text, tuple(self._lines)))
 
 
 def _head(report: Report) -> str:
@@ -203,14 +205,14 @@ def _workers(rows: Sequence[WorkerStanding]) -> str:
 def _row(row: WorkerStanding) -> str:
     rate, late = f"{row.steps_per_s:.1f}", f"{row.late:,}" if row.late else ""
     cells = (row.name, f"{row.steps:,}", rate, row.staleness_text(), late)
-    told = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-    split = "".join(
+    columns = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    bar = "".join(
         f'<span title="{part} {share:.0%}" style="display:inline-block;height:1em;'
         f'width:{100 * share:.1f}%;background:{_COLORS.get(part, "#f1f5f9")}"></span>'
         for part, share in row.shares.items()
     )
     look = "width:220px;white-space:nowrap;font-size:12px;line-height:1em"
-    return f'<tr>{told}<td><div style="{look}">{split}</div></td></tr>'
+    return f'<tr>{columns}<td><div style="{look}">{bar}</div></td></tr>'
 
 
 def in_cell() -> Callable[[CellView], None]:
@@ -218,10 +220,10 @@ def in_cell() -> Callable[[CellView], None]:
     from IPython.display import DisplayHandle
 
     handle: Any = DisplayHandle()  # type: ignore[no-untyped-call]
-    shown: list[CellView] = []
+    views: list[CellView] = []
 
     def show(view: CellView) -> None:
-        (handle.update if shown else handle.display)(view)
-        shown[:] = [view]
+        (handle.update if views else handle.display)(view)
+        views[:] = [view]
 
     return show

@@ -117,7 +117,7 @@ class LiveDisplay:
             Group(self._bar, self._metrics), console=console, refresh_per_second=4
         )
         self._evaluation: Mapping[str, float] | None = None
-        self._noticed = ""
+        self._notice = ""
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -129,7 +129,7 @@ class LiveDisplay:
         report = replace(report, evaluation=self._evaluation)
         lines = ["  ".join([*report.values(), bars(report.curve)])]
         lines += [str(worker) for worker in report.workers]
-        self._metrics.plain = "\n".join([*lines, *filter(None, [self._noticed])])
+        self._metrics.plain = "\n".join([*lines, *filter(None, [self._notice])])
         self._bar.update(
             self._line,
             completed=report.step,
@@ -143,7 +143,7 @@ class LiveDisplay:
 
     def notice(self, what: str) -> None:
         """See ``Display``."""
-        self._noticed = what
+        self._notice = what
         self._metrics.append(f"\n{what}")
 
     def __exit__(
@@ -171,7 +171,7 @@ class LineDisplay:
         self._is_silent = write is None
         self._telling: WaitMessage | None = None
         self._last: Report | None = None
-        self._written: Report | None = None
+        self._written_report: Report | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -180,7 +180,9 @@ class LineDisplay:
         """See ``Display``."""
         self._hush()
         self._last = report
-        since = report.seconds - (self._written.seconds if self._written else 0.0)
+        since = report.seconds - (
+            self._written_report.seconds if self._written_report else 0.0
+        )
         if report.evaluation or since >= _PLAIN_EVERY_S:
             self._flush()
 
@@ -209,6 +211,6 @@ class LineDisplay:
             self._telling = None
 
     def _flush(self) -> None:
-        if self._last is not None and self._last is not self._written:
+        if self._last is not None and self._last is not self._written_report:
             self._write(str(self._last))
-            self._written = self._last
+            self._written_report = self._last

@@ -160,8 +160,10 @@ class Run:
         worker at most, and none in synchronous training. All runs of the Trainer
         count, and those before its checkpoint.
         """
-        ended = self._done.is_set()
-        position = self._outcome.position if ended else self._result.current_position()
+        has_ended = self._done.is_set()
+        position = (
+            self._outcome.position if has_ended else self._result.current_position()
+        )
         return 0 if position is None else int(position["again"])
 
     def recoveries(self) -> list[Recovery]:
@@ -186,8 +188,10 @@ class Run:
           ``run.staleness()["/job:worker/task:1"]["/job:ps/task:0"]`` is
           ``{0: 5, 1: 95}`` if 95 of 100 updates came after one other.
         """
-        ended = self._done.is_set()
-        return self._history.staleness if ended else self._result.current_staleness()
+        has_ended = self._done.is_set()
+        return (
+            self._history.staleness if has_ended else self._result.current_staleness()
+        )
 
     def events(self) -> Events:
         """Returns what happened to the ids of hash tables: a row per table and ps.
@@ -199,8 +203,8 @@ class Run:
         Example:
           ``sum(event.evicted for event in run.events())``.
         """
-        ended = self._done.is_set()
-        return self._history.events if ended else self._result.current_events()
+        has_ended = self._done.is_set()
+        return self._history.events if has_ended else self._result.current_events()
 
     def profile(self) -> Profile:
         """Returns where a step's time goes, for each replica.
@@ -261,8 +265,10 @@ class Run:
           CheckpointError: the directory exists, or cannot be written.
         """
         # The position first: what is trained meanwhile comes again, none is left out.
-        ended = self._outcome.values is not None
-        position = self._outcome.position if ended else self._result.current_position()
+        has_ended = self._outcome.values is not None
+        position = (
+            self._outcome.position if has_ended else self._result.current_position()
+        )
         values = self._outcome.values
         return self._result.save_values(path, values, position, overwrite=overwrite)
 

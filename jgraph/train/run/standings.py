@@ -43,11 +43,13 @@ class WorkerStanding:
     late: int = 0
 
     def __str__(self) -> str:
-        split = " ".join(f"{part} {share:.0%}" for part, share in self.shares.items())
+        shares_text = " ".join(
+            f"{part} {share:.0%}" for part, share in self.shares.items()
+        )
         stale = self.staleness_text()
-        said = f"step {self.steps}  {self.steps_per_s:.1f} steps/s  {split}"
-        told = f"{self.name}  {said}" + (f"  stale {stale}" if stale else "")
-        return told + (f"  late {self.late}" if self.late else "")
+        progress = f"step {self.steps}  {self.steps_per_s:.1f} steps/s  {shares_text}"
+        text = f"{self.name}  {progress}" + (f"  stale {stale}" if stale else "")
+        return text + (f"  late {self.late}" if self.late else "")
 
     def staleness_text(self) -> str:
         """Returns the most frequent staleness, and the largest; empty if unknown.
@@ -80,7 +82,7 @@ class Standings:
         self._names = names
         self._ask = staleness
         self._staleness: Staleness = {}
-        self._asked: Future[Staleness] | None = None
+        self._answer: Future[Staleness] | None = None
         self._late: dict[TaskName, int] = {}
         self._rates = Rates()
         self._steps: Counter[int] = Counter()
@@ -100,12 +102,12 @@ class Standings:
         """Asks how old updates were, and takes the answer to the last question."""
         if self._ask is None:
             return
-        if self._asked is not None:
-            if not self._asked.done():
+        if self._answer is not None:
+            if not self._answer.done():
                 return
-            if self._asked.exception() is None:
-                self._staleness = self._asked.result()
-        self._asked = in_thread(self._ask, "jgraph-staleness")
+            if self._answer.exception() is None:
+                self._staleness = self._answer.result()
+        self._answer = in_thread(self._ask, "jgraph-staleness")
 
     @property
     def curve(self) -> tuple[float, ...]:
@@ -117,8 +119,8 @@ class Standings:
         return tuple(self._worker(n) for n in sorted(self._steps))
 
     def _worker(self, replica: int) -> WorkerStanding:
-        known = replica < len(self._names)
-        name = self._names[replica] if known else f"replica {replica}"
+        is_known = replica < len(self._names)
+        name = self._names[replica] if is_known else f"replica {replica}"
         times = self._times[replica]
         total = sum(times.values()) or 1.0
         shares = {part: times[part] / total for part in PARTS if part in times}
@@ -141,14 +143,14 @@ class Rates:
 
     def __init__(self) -> None:
         self.of: dict[int, float] = {}
-        self._seen: dict[int, float] = {}
+        self._last_s: dict[int, float] = {}
 
     def add(self, chunk: Chunk) -> float:
         """Takes what a replica did; returns the rate of all together."""
-        last, seen = float(chunk.seconds[-1]), self._seen.get(chunk.replica, 0.0)
+        last, before = float(chunk.seconds[-1]), self._last_s.get(chunk.replica, 0.0)
         # The loop of a worker that came back counts its time anew.
-        seconds = last if last < seen else last - seen
-        self._seen[chunk.replica] = last
+        seconds = last if last < before else last - before
+        self._last_s[chunk.replica] = last
         self.of[chunk.replica] = len(chunk) / max(seconds, 1e-9)
         return sum(self.of.values())
 
@@ -168,22 +170,22 @@ class Curve:
     def __init__(self, limit: int = _POINTS) -> None:
         self._limit = limit
         self._means: list[float] = []
-        self._begun: list[float] = []
+        self._stretch: list[float] = []
         self._stride = 1
 
     def add(self, value: float) -> None:
         """Appends a value; one that is not finite is left out."""
         if not math.isfinite(value):
             return
-        self._begun.append(value)
-        if len(self._begun) == self._stride:
+        self._stretch.append(value)
+        if len(self._stretch) == self._stride:
             if len(self._means) == self._limit:
                 pairs = zip(self._means[::2], self._means[1::2], strict=True)
                 self._means = [(a + b) / 2 for a, b in pairs]
                 self._stride *= 2
-            if len(self._begun) == self._stride:
-                self._means.append(sum(self._begun) / self._stride)
-                self._begun = []
+            if len(self._stretch) == self._stride:
+                self._means.append(sum(self._stretch) / self._stride)
+                self._stretch = []
 
     @property
     def points(self) -> tuple[float, ...]:
@@ -198,9 +200,9 @@ def bars(values: Iterable[float]) -> str:
       >>> bars([3.0, 2.0, 1.0])
       '█▅▁'
     """
-    shown = list(values)[-_NEWEST:]
-    if not shown:
+    newest = list(values)[-_NEWEST:]
+    if not newest:
         return ""
-    low, high = min(shown), max(shown)
+    low, high = min(newest), max(newest)
     scale = (len(_BARS) - 1) / (high - low or 1.0)
-    return "".join(_BARS[round((value - low) * scale)] for value in shown)
+    return "".join(_BARS[round((value - low) * scale)] for value in newest)

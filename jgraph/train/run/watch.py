@@ -29,7 +29,7 @@ class Watch:
       every: steps between evaluations; None: only at the end.
       events: says how hash tables stand; asked once a second, and at the end.
       standings: sums up how workers stand.
-      began: when the run began, by the clock; now if unset.
+      start_s: when the run began, by the clock; now if unset.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Watch:
         every: int | None = None,
         events: Callable[[], Events] = tuple,
         standings: Standings | None = None,
-        began: float | None = None,
+        start_s: float | None = None,
     ) -> None:
         self._history = history
         self._total = total
@@ -54,15 +54,15 @@ class Watch:
         self._last: Report | None = None
         self._events = events
         self._standings = standings or Standings()
-        self._asked = clock.now()
-        self._began = self._asked if began is None else began
+        self._events_time = clock.now()
+        self._start_s = self._events_time if start_s is None else start_s
         self._rates = Rates()
         self._untold: list[Evaluation] = []
 
     @property
     def seconds(self) -> float:
         """Seconds since the run began."""
-        return self._clock.now() - self._began
+        return self._clock.now() - self._start_s
 
     def take(self, chunk: Chunk) -> Report:
         """Keeps a chunk and returns how the run stands; lets evaluate when due."""
@@ -70,7 +70,7 @@ class Watch:
         self._history.add(chunk)
         self._standings.add(chunk)
         steps, every = self._history.steps, self._every
-        due = every is not None and before // every != steps // every
+        is_due = every is not None and before // every != steps // every
         rate = self._rates.add(chunk)
         self._last = Report(
             step=steps,
@@ -83,17 +83,19 @@ class Watch:
             curve=self._standings.curve,
             workers=self._standings.workers(),
         )
-        if self._clock.now() - self._asked >= _EVENTS_EVERY_S:
+        if self._clock.now() - self._events_time >= _EVENTS_EVERY_S:
             self._note_events()
         if self._evaluations is None:
             return self._last
         # The last evaluation is that of finish: of what comes out in the end.
-        if due and steps < self._total:
+        if is_due and steps < self._total:
             self._evaluations.begin()
         # One with each report: each copy may be the best.
         self._untold += self._evaluations.take()
-        told, self._untold = self._untold[:1], self._untold[1:]
-        return self._evaluated(self._last, told[0]) if told else self._last
+        evaluations, self._untold = self._untold[:1], self._untold[1:]
+        return (
+            self._evaluated(self._last, evaluations[0]) if evaluations else self._last
+        )
 
     def finish(self, applied: Callable[[], int]) -> list[Report]:
         """Evaluates what came out; returns a report for each evaluation.
@@ -104,9 +106,9 @@ class Watch:
         self._note_events()
         if self._evaluations is None or self._last is None:
             return []
-        evaluated = [*self._untold, *self._evaluations.finish(applied())]
+        evaluations = [*self._untold, *self._evaluations.finish(applied())]
         self._untold = []
-        return [self._evaluated(self._last, each) for each in evaluated]
+        return [self._evaluated(self._last, each) for each in evaluations]
 
     def _evaluated(self, report: Report, one: Evaluation) -> Report:
         self._history.add_evaluation(one.step, self.seconds, one.values)
@@ -119,7 +121,7 @@ class Watch:
         )
 
     def _note_events(self) -> None:
-        self._asked = self._clock.now()
+        self._events_time = self._clock.now()
         self._standings.read_staleness()
         self._history.add_events(self.seconds, self._events())
 

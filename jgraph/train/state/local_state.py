@@ -48,7 +48,7 @@ class LocalState:
                 for name, value in zip(self._step.names, self.arrays, strict=True)
             ]
 
-    def keep(self, taken: Callable[[], None] | None = None) -> RunSnapshot:
+    def keep(self, go_on: Callable[[], None] | None = None) -> RunSnapshot:
         """See ``RunState.keep``; here are no tasks."""
         return RunSnapshot(self.values())
 

@@ -103,36 +103,36 @@ def remote_arrays_of(
     the first comes too, as files have rows; and so do random keys, which files have as
     their data.
     """
-    found = {}
+    arrays = {}
     for variable in variables:
         type_ = value_type(variable.spec.aval)
         sharding = variable.spec.sharding
         if is_key(variable.spec.aval):
             continue
         if type_.shape and type_.nbytes and not (sharding and sharding.axis):
-            found[variable.name] = RemoteArray(
+            arrays[variable.name] = RemoteArray(
                 cluster, snapshot, variable, type_.shape, type_.np_dtype
             )
-    return found
+    return arrays
 
 
 def arrays_of(
     cluster: Cluster, snapshot: SnapshotHandle, variables: Sequence[Variable]
 ) -> dict[str, Any]:
     """Returns variables as arrays, by name: where they are, or here."""
-    kept = remote_arrays_of(cluster, snapshot, variables)
-    come = [v for v in variables if v.name not in kept]
-    return {**kept, **(snapshot.read(come) if come else {})}
+    remote = remote_arrays_of(cluster, snapshot, variables)
+    rest = [v for v in variables if v.name not in remote]
+    return {**remote, **(snapshot.read(rest) if rest else {})}
 
 
 def places_of(cluster: Cluster, session: Session, step: TrainStep) -> list[Any]:
     """Returns arrays of the types of a step's state; see ``Runner.places``."""
     # Which keys of a table are known is stored in another way than in a graph.
-    known = {table.known for table in step.tables}
-    plain = [v for v in step.plain if v.name not in known]
-    found = remote_arrays_of(cluster, session.snapshots.live(plain), plain)
+    key_names = {table.known for table in step.tables}
+    plain = [v for v in step.plain if v.name not in key_names]
+    arrays = remote_arrays_of(cluster, session.snapshots.live(plain), plain)
     initial = zip(step.names, step.initial_values, strict=True)
-    return [found.get(name, value) for name, value in initial]
+    return [arrays.get(name, value) for name, value in initial]
 
 
 @contextmanager

@@ -63,7 +63,7 @@ class RemoteState:
         """Steps by replica, over all runs; they number its next ones."""
         self._together = together
         self._tables = TableRows(cluster)
-        self._initialized = False
+        self._is_initialized = False
         self._copy_at_once: Callable[[], SnapshotHandle] | None = None
         self._drain_holds: DrainHolds | None = None
 
@@ -75,7 +75,7 @@ class RemoteState:
     def global_step(self) -> int:
         """See ``RunState.global_step``."""
         with self.lock:
-            if not self._initialized:
+            if not self._is_initialized:
                 return 0
             variable = self.step.variables[self.step.names.index("global_step")]
             return int(self.session.read([variable])["global_step"])
@@ -109,22 +109,22 @@ class RemoteState:
         if needed and total_nbytes(plain) <= KEPT_BYTES:
             self._copy_at_once = self.session.snapshots.prepared(plain)
 
-    def keep(self, taken: Callable[[], None] | None = None) -> RunSnapshot:
+    def keep(self, go_on: Callable[[], None] | None = None) -> RunSnapshot:
         """See ``RunState.keep``; rows of tables come, they are sorted by key."""
         plain = [v for v in self.step.variables if v.spec.table is None]
         with self.lock:
             self.initialize()
             # A large model has no room for another of itself.
             at_once = self.is_training and total_nbytes(plain) <= KEPT_BYTES
-            snapshot = self._hold(plain, at_once=at_once, halted=taken is not None)
+            snapshot = self._hold(plain, at_once=at_once, halted=go_on is not None)
             with releasing_after_an_error(snapshot):
-                found: dict[str, Any] = {}
+                arrays: dict[str, Any] = {}
                 for table in self.step.tables:
-                    found |= self._tables.read(table)
-                if taken is not None and at_once:
-                    taken()
-                found |= arrays_of(self.cluster, snapshot, plain)
-        values = [found.get(name) for name in self.step.names]
+                    arrays |= self._tables.read(table)
+                if go_on is not None and at_once:
+                    go_on()
+                arrays |= arrays_of(self.cluster, snapshot, plain)
+        values = [arrays.get(name) for name in self.step.names]
         return RunSnapshot(values, snapshot.release, is_live=not at_once)
 
     def _hold(
@@ -139,9 +139,9 @@ class RemoteState:
             self.prepare_to_keep()
         copy, self._copy_at_once = self._copy_at_once, None
         assert copy is not None  # prepared
-        held = copy()  # what another master knows nothing of is prepared anew
+        snapshot = copy()  # what another master knows nothing of is prepared anew
         self._copy_at_once = copy
-        return held
+        return snapshot
 
     def places(self) -> Sequence[Any]:
         """See ``RunState.places``."""
@@ -150,8 +150,8 @@ class RemoteState:
 
     def nbytes(self) -> int:
         """See ``RunState.nbytes``."""
-        held = sum(event.nbytes for event in self.events())
-        return total_nbytes(self.step.variables) + held
+        table_bytes = sum(event.nbytes for event in self.events())
+        return total_nbytes(self.step.variables) + table_bytes
 
     def check_model(self) -> None:
         """See ``RunState.check_model``."""
@@ -164,15 +164,15 @@ class RemoteState:
         """See ``RunState.load``."""
         with self.lock:
             new = dict(zip(self.step.variables, values, strict=True))
-            named = dict(zip(self.step.names, values, strict=True))
+            by_name = dict(zip(self.step.names, values, strict=True))
             for table in self.step.tables:
-                self._tables.load(table, named)
-            known = {table.known for table in self.step.tables}
-            left = [v for v in self.step.plain if not isinstance(new[v], RemoteArray)]
+                self._tables.load(table, by_name)
+            key_names = {table.known for table in self.step.tables}
+            rest = [v for v in self.step.plain if not isinstance(new[v], RemoteArray)]
             self.session.write(
-                {v: NO_KEYS if v.name in known else new[v] for v in left}
+                {v: NO_KEYS if v.name in key_names else new[v] for v in rest}
             )
-            self._go_on(position, int(named["global_step"]))
+            self._go_on(position, int(by_name["global_step"]))
 
     def adopt(self, position: Position) -> None:
         """Takes the variables as they are: another client has made them."""
@@ -181,16 +181,16 @@ class RemoteState:
 
     def _go_on(self, position: Position, steps: int | None = None) -> None:
         """Takes note that the variables have values: those after so many updates."""
-        self._initialized, self.position = True, position
+        self._is_initialized, self.position = True, position
         steps = self.global_step() if steps is None else steps
         count = len(self.done)
         self.done = [steps] * count if self._together else shares(steps, count)
 
     def initialize(self) -> None:
         """Gives the variables their values, unless they have some."""
-        if not self._initialized:
+        if not self._is_initialized:
             self.session.initialize(self.step.plain)
-            self._initialized = True
+            self._is_initialized = True
 
     def clear_residuals(
         self, graph: Graph, replicas: Sequence[int] | None = None

@@ -64,8 +64,8 @@ class Order:
     @property
     def halts(self) -> tuple[int, ...]:
         """Numbers of updates: at each multiple of one all loops stand still."""
-        evaluated = self.eval_every if self.evaluates_halted else None
-        return tuple(every for every in (self.save_every, evaluated) if every)
+        eval_every = self.eval_every if self.evaluates_halted else None
+        return tuple(every for every in (self.save_every, eval_every) if every)
 
 
 @final
@@ -147,13 +147,13 @@ class RunState(Protocol):
           TooLargeError: with ``model_only``: a variable is too large to come here.
         """
 
-    def keep(self, taken: Callable[[], None] | None = None) -> RunSnapshot:
+    def keep(self, go_on: Callable[[], None] | None = None) -> RunSnapshot:
         """Returns the state as it is now; what tasks have stays there meanwhile.
 
         Of a run that goes on, what one task has is of one moment, up to a limit.
 
         Args:
-          taken: set while loops stand still: called as soon as they may go on, unless
+          go_on: set while loops stand still: called as soon as they may go on, unless
             what is returned is live.
         """
 

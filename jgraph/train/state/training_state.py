@@ -73,8 +73,8 @@ class TrainingState:
         overwrite: bool,
     ) -> Path:
         """See ``Result.save_values``."""
-        made = self._parts.made()
-        return save_to(made, path, values, position, overwrite=overwrite)
+        parts = self._parts.made()
+        return save_to(parts, path, values, position, overwrite=overwrite)
 
     def evaluate_values(
         self,
@@ -122,9 +122,9 @@ class TrainingState:
             if go_on is not None and not go_on():
                 raise DeadlineError("the run went on while it was to be copied")
             tree = step.unflatten(values)
-            found = evaluator.evaluate(tree, dataset, batch_size)
+            metrics = evaluator.evaluate(tree, dataset, batch_size)
             copy = Copy(values, tree, position) if whole else None
-            return Evaluation(int(tree["global_step"]), found, copy)
+            return Evaluation(int(tree["global_step"]), metrics, copy)
 
     def load_values(self, values: Sequence[Any], position: Position) -> None:
         """See ``Result.load_values``."""

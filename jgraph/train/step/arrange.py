@@ -58,25 +58,25 @@ class Arrangement:
           ConfigError: the partitioner is no function.
           ShardingError: it wants shards that cannot be.
         """
-        given = dict(zip(names, values, strict=True))
-        hashed = tables or {}
+        by_name = dict(zip(names, values, strict=True))
+        table_shards = tables or {}
         cuts = {
             name: self._cut(name, value)
-            for name, value in given.items()
-            if name.startswith("params/") and name not in hashed
+            for name, value in by_name.items()
+            if name.startswith("params/") and name not in table_shards
         }
 
         def make(name: str, group: str, devices: Sequence[DeviceSpec] = ()) -> Variable:
-            if group in hashed:
-                return self._column(name, given[name], container, hashed[group])
+            if group in table_shards:
+                return self._column(name, by_name[name], container, table_shards[group])
             counts = cuts.get(group)
-            shape = _shape(given[name])
-            if counts is None or shape != _shape(given[group]):
+            shape = _shape(by_name[name])
+            if counts is None or shape != _shape(by_name[group]):
                 device = devices[0] if devices else DeviceSpec()
-                return Variable(name, given[name], device=device, container=container)
+                return Variable(name, by_name[name], device=device, container=container)
             return Variable(
                 name,
-                given[name],
+                by_name[name],
                 container=container,
                 partitioner=lambda *_: counts,
                 partition_strategy=self.partition_strategy,
@@ -84,12 +84,12 @@ class Arrangement:
             )
 
         pairs = list(zip(names, groups, strict=True))
-        made = tuple(make(name, group) for name, group in pairs)
+        variables = tuple(make(name, group) for name, group in pairs)
         if self.place is None:
-            return made
-        free = [n for n, group in enumerate(groups) if group not in hashed]
+            return variables
+        free = [n for n, group in enumerate(groups) if group not in table_shards]
         tasks = self.place(
-            _bytes_of([made[n] for n in free], [groups[n] for n in free])
+            _bytes_of([variables[n] for n in free], [groups[n] for n in free])
         )
 
         def devices(variable: Variable, group: str) -> list[DeviceSpec]:
@@ -97,8 +97,10 @@ class Arrangement:
             return [DeviceSpec.from_string(tasks[key]) for key in keys]
 
         return tuple(
-            variable if group in hashed else make(name, group, devices(variable, group))
-            for variable, (name, group) in zip(made, pairs, strict=True)
+            variable
+            if group in table_shards
+            else make(name, group, devices(variable, group))
+            for variable, (name, group) in zip(variables, pairs, strict=True)
         )
 
     def _column(

@@ -66,15 +66,15 @@ def compressed(value: jax.Array, dtype: GradientDtype) -> tuple[jax.Array, ...]:
     return jnp.round(value / scale).astype(jnp.int8), scale
 
 
-def expanded(packed: tuple[jax.Array, ...]) -> jax.Array:
+def expanded(payload: tuple[jax.Array, ...]) -> jax.Array:
     """Returns the float32 array that ``compressed`` ones stand for.
 
     Example:
       >>> expanded(compressed(jnp.array([0.0, 2.0]), "int8")).tolist()
       [0.0, 2.0]
     """
-    value = packed[0].astype(jnp.float32)
-    return value * packed[1] if len(packed) > 1 else value
+    value = payload[0].astype(jnp.float32)
+    return value * payload[1] if len(payload) > 1 else value
 
 
 @final
@@ -112,7 +112,7 @@ class Compression:
         )
 
     def _make_residuals(self, container: str) -> tuple[Variable, ...]:
-        rounded = [
+        parameters = [
             variable
             for variable in self._parameters
             if variable.dtype == jnp.float32 and variable.spec.table is None
@@ -120,7 +120,7 @@ class Compression:
         types: list[tuple[str, tuple[int, ...], Any]] = [
             (prefix + variable.name, variable.shape, jnp.float32)
             for prefix in ("", _BEFORE)
-            for variable in rounded
+            for variable in parameters
         ]
         return tuple(
             Variable(
@@ -143,26 +143,26 @@ class Compression:
           counted: from ``last_counted``; None: what is sent always counts.
         """
         leaves, tree = jax.tree.flatten(grads)
-        left = {v.name.split("/", 2)[2]: v for v in self.residuals}
+        residuals = {v.name.split("/", 2)[2]: v for v in self.residuals}
 
         def sent(grad: jax.Array, name: str) -> jax.Array:
-            if name in by_rows or name not in left:
+            if name in by_rows or name not in residuals:
                 return grad
             with device("/job:worker"):
-                residual = left[name][...]
+                residual = residuals[name][...]
                 if counted is not None:
-                    before = left[_BEFORE + name]
+                    before = residuals[_BEFORE + name]
                     residual = jnp.where(counted, residual, before[...])
                     before[...] = residual
-                wanted = grad + residual
-                packed = compressed(wanted, self._dtype)
-                left[name][...] = wanted - expanded(packed)
+                total = grad + residual
+                payload = compressed(total, self._dtype)
+                residuals[name][...] = total - expanded(payload)
             # Not placed: where the update is, so that what crosses is packed.
-            return expanded(packed)
+            return expanded(payload)
 
         names = [variable.name for variable in self._parameters]
-        found = [sent(g, name) for g, name in zip(leaves, names, strict=True)]
-        return jax.tree.unflatten(tree, found)
+        arrivals = [sent(g, name) for g, name in zip(leaves, names, strict=True)]
+        return jax.tree.unflatten(tree, arrivals)
 
     def last_counted(self, times: jax.Array) -> jax.Array:
         """Returns whether the worker's last contribution counted, a bool.
@@ -173,10 +173,10 @@ class Compression:
         Args:
           times: int32: how many contributions of this worker have counted.
         """
-        seen = self.residuals[-1]
+        last_times = self.residuals[-1]
         with device("/job:worker"):
-            counted: jax.Array = times != seen[...]
-            seen[...] = times
+            counted: jax.Array = times != last_times[...]
+            last_times[...] = times
         return counted
 
 

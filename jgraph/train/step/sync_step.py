@@ -70,9 +70,9 @@ class SyncStep:
             name: self._mean(_METRIC + name, *self._mean_type(name, value), home)
             for name, value in metrics.items()
         }
-        self._counted: Counted | None = None
+        self._counter: Counted | None = None
         if step.compression is not None:
-            self._counted = Counted(replicas or contributions, home, step.container)
+            self._counter = Counted(replicas or contributions, home, step.container)
 
     def apply_graph(self) -> Graph:
         """Returns the graph of an update from what is averaged.
@@ -95,8 +95,8 @@ class SyncStep:
             grads, state = (
                 jax.tree.map(read, tree) for tree in (self._grads, self._state)
             )
-            if self._counted is not None:
-                self._counted.count()
+            if self._counter is not None:
+                self._counter.count()
             checks = self._step.check(loss, grads)
             self._step.update(
                 loss, grads, state, checks, constants, self._by_rows, rows
@@ -111,33 +111,33 @@ class SyncStep:
         variables = [*self._step.variables, *means, *self._times]
         return trace(apply_mean, variables=variables)[0]
 
-    def gradient_graph(self, used: Collection[str]) -> Graph:
+    def gradient_graph(self, reads: Collection[str]) -> Graph:
         """Returns the graph of one worker's contribution.
 
         Feeds are those of ``TrainStep.graph`` and ``slot``, the int32 number of the
         batch, by which contributions are known; the only fetch is its own loss.
 
         Args:
-          used: names of the variables, or shards, that the update reads. Others, as
+          reads: names of the variables, or shards, that the update reads. Others, as
             the gradients of frozen parameters, stay on the worker.
         """
-        means = [v for mean in self._means() for v in _contributed(mean, used)]
+        means = [v for mean in self._means() for v in _contributed(mean, reads)]
         tasks = sorted({str(s.device) for v in means for s in v.shards})
         slots = [self._slot(i, task) for i, task in enumerate(tasks)]
         compression = self._step.compression
-        sent = {mean.name for mean in means}
-        frozen = {n for n in self._step.names if MEAN + n not in sent}
+        mean_names = {mean.name for mean in means}
+        frozen = {n for n in self._step.names if MEAN + n not in mean_names}
 
         def contribute(
             batch: Any, step: Any, replica: Any, slot: Any
         ) -> dict[str, Any]:
             result = self._step.computed(self._by_rows, batch, step, replica)
             grads, who = result.grads, {}
-            if compression is not None and self._counted is not None:
-                last = compression.last_counted(self._counted.of(replica))
+            if compression is not None and self._counter is not None:
+                last = compression.last_counted(self._counter.of(replica))
                 grads = compression.sent(grads, {*result.rows, *frozen}, last)
                 with device("/job:worker"):
-                    who = {self._counted.who.name: self._counted.named(replica)}
+                    who = {self._counter.who.name: self._counter.named(replica)}
             with device("/job:worker"):
                 metrics = {
                     name: pieces(value) if name in self._whole else value
@@ -158,8 +158,8 @@ class SyncStep:
             return {"loss": result.loss}
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        left = compression.residuals if compression else ()
-        variables = [*self._step.variables, *means, *slots, *left, *self._times]
+        residuals = compression.residuals if compression else ()
+        variables = [*self._step.variables, *means, *slots, *residuals, *self._times]
         feeds = self._batch, number, number, number
         graph, _ = trace(contribute, *feeds, variables=variables)
         warn_of_same_draws(graph)
@@ -173,12 +173,12 @@ class SyncStep:
 
     def _means(self) -> list[Variable | RowMean]:
         trees = (self._grads, self._state, self._metrics, self._loss)
-        counted = [] if self._counted is None else [self._counted.who]
-        return [*jax.tree.leaves(trees), *counted]
+        counters = [] if self._counter is None else [self._counter.who]
+        return [*jax.tree.leaves(trees), *counters]
 
     @property
     def _times(self) -> list[Variable]:
-        return [] if self._counted is None else [self._counted.times]
+        return [] if self._counter is None else [self._counter.times]
 
     def _beside(self, variable: Variable) -> Variable:
         """Returns the variable for the mean of one, cut as that one is."""
@@ -220,10 +220,10 @@ def _averaged(mean: Variable | RowMean) -> tuple[Variable, ...]:
 
 
 def _contributed(
-    mean: Variable | RowMean, used: Collection[str]
+    mean: Variable | RowMean, reads: Collection[str]
 ) -> tuple[Variable, ...]:
     """Returns what a worker writes, given what the update reads."""
-    ids, *rows = (any(s.name in used for s in v.shards) for v in _averaged(mean))
+    ids, *rows = (any(s.name in reads for s in v.shards) for v in _averaged(mean))
     if not isinstance(mean, RowMean):
         return (mean,) if ids else ()
     # Rows are summed by their ids.
@@ -234,13 +234,13 @@ def _pairs(
     means: Any, values: Any, rows: Mapping[str, Rows] | None = None
 ) -> dict[str, Any]:
     """Returns what to contribute, by name of the variable."""
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     leaves = zip(jax.tree.leaves(means), jax.tree.leaves(values), strict=True)
     for mean, value in leaves:
         if isinstance(mean, RowMean):
             assert rows is not None  # of every table
-            found |= mean.cut(rows[mean.table.name].unique, value)
+            by_name |= mean.cut(rows[mean.table.name].unique, value)
         else:
             same = value.dtype == mean.dtype
-            found[mean.name] = value if same else value.astype(mean.dtype)
-    return found
+            by_name[mean.name] = value if same else value.astype(mean.dtype)
+    return by_name

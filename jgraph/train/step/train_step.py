@@ -79,16 +79,20 @@ class TrainStep:
         self._constants: dict[str, frozenset[str]] = {}
         self._tx = CalledOptimizer(tx)
         self._check_finite = check_finite
-        made = (
+        state_maker = (
             None
             if adapter.make is None
             else partial(made_state, adapter.make, self._tx)
         )
-        if made is None:
+        if state_maker is None:
             opt = jax.jit(self._tx.init)(adapter.params)
             tree = new_state(adapter.params, opt, adapter.state)
         else:
-            tree = jax.jit(made)() if arrangement is None else jax.eval_shape(made)
+            tree = (
+                jax.jit(state_maker)()
+                if arrangement is None
+                else jax.eval_shape(state_maker)
+            )
         leaves, self.tree = jax.tree_util.tree_flatten_with_path(tree)
         paths = [path_of(keys) for keys, _ in leaves]
         self._groups = groups = group_with_parameters(paths)
@@ -104,7 +108,7 @@ class TrainStep:
             names,
             groups,
             [
-                on_its_task(made, number, value)
+                on_its_task(state_maker, number, value)
                 for number, (_, value) in enumerate(leaves)
             ],
             container,
@@ -183,7 +187,7 @@ class TrainStep:
         avals = [variable.spec.aval for variable in self.variables]
         now = self.unflatten(avals)
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        found = find_row_tables(
+        row_tables = find_row_tables(
             self.adapter.loss,
             now["params"],
             now["state"],
@@ -194,20 +198,22 @@ class TrainStep:
         )
         if not self.tables:
             needs_ps(self.adapter.tables)
-        by_keys = {t.name for t in found.tables if t.hashed}
-        check_lookups(self.adapter.tables, by_keys, found.dense)
+        by_keys = {t.name for t in row_tables.tables if t.hashed}
+        check_lookups(self.adapter.tables, by_keys, row_tables.dense)
         if self._sparse == "off":
-            found = found.without(
-                {t.name: "sparse='off'" for t in found.tables if not t.hashed}
+            row_tables = row_tables.without(
+                {t.name: "sparse='off'" for t in row_tables.tables if not t.hashed}
             )
-        if not (found.tables or found.dense):
+        if not (row_tables.tables or row_tables.dense):
             return None
         slots = {
             name: (group, aval.shape)
             for name, group, aval in zip(self.names, self._groups, avals, strict=True)
             if name.startswith("opt/")
         }
-        return decide(found, self._tx, now["params"], slots, self._beside, self._sparse)
+        return decide(
+            row_tables, self._tx, now["params"], slots, self._beside, self._sparse
+        )
 
     @property
     def _beside(self) -> list[int | None]:
@@ -289,10 +295,12 @@ class TrainStep:
         tables = by_rows.tables.tables if by_rows else ()
         loss_fn = self.adapter.loss
         with device("/job:worker"):
-            found = by_rows.rows(batch, seeds) if by_rows else []
+            table_rows = by_rows.rows(batch, seeds) if by_rows else []
             if by_rows and tables:
-                loss_fn = by_rows.tables.loss([rows.positions for rows in found])
-        rows = {table.name: each for table, each in zip(tables, found, strict=True)}
+                loss_fn = by_rows.tables.loss([rows.positions for rows in table_rows])
+        rows = {
+            table.name: each for table, each in zip(tables, table_rows, strict=True)
+        }
         now = self._read(rows)
         with device("/job:worker"):
             compute = jax.value_and_grad(loss_fn, has_aux=True)
@@ -353,24 +361,24 @@ class TrainStep:
         old = self._read(rows)
         if by_rows is not None and by_rows.update.reads_padding:
             old = self._padded_with_zeros(rows, old)
-        given = {"value": loss, "value_fn": None if rows else loss_of}
+        extra_args = {"value": loss, "value_fn": None if rows else loss_of}
         ok = None
         if checks:
             ok = all_well(checks)
             ok = ok if number is None else ok & (old["global_step"] == number)
-        self._update(old, grads, given, state, ok, rows, constants)
+        self._update(old, grads, extra_args, state, ok, rows, constants)
 
     def _update(
         self,
         old: Tree,
         grads: Tree,
-        given: Mapping[str, Any],
+        extra_args: Mapping[str, Any],
         state: Tree,
         ok: Any,
         rows: Mapping[str, Touched],
         constants: frozenset[str],
     ) -> None:
-        updates, opt = self._tx.update(grads, old["opt"], old["params"], **given)
+        updates, opt = self._tx.update(grads, old["opt"], old["params"], **extra_args)
         new = {
             "params": optax.apply_updates(old["params"], updates),
             "opt": opt,
@@ -395,12 +403,12 @@ class TrainStep:
                     leaves[table.number],
                     layout=row_layout(parameters[table.name]),
                 )
-        kept = {
+        remaining = {
             table.name: rows[table.name]
             for table in by_rows.tables.tables
             if table.number not in by_rows.whole
         }
-        return kept, jax.tree.unflatten(tree, leaves)
+        return remaining, jax.tree.unflatten(tree, leaves)
 
     def _padded_with_zeros(self, rows: Mapping[str, Touched], tree: Tree) -> Tree:
         leaves = [
@@ -435,11 +443,11 @@ def made_state(make: Make, tx: CalledOptimizer) -> Tree:
     return new_state(params, tx.init(params), state)
 
 
-def on_its_task(made: Callable[[], Tree] | None, number: int, value: Any) -> Any:
+def on_its_task(state_maker: Callable[[], Tree] | None, number: int, value: Any) -> Any:
     """Returns a value, or its type and the function that makes it alone."""
-    if made is None or not isinstance(value, jax.ShapeDtypeStruct):
+    if state_maker is None or not isinstance(value, jax.ShapeDtypeStruct):
         return value
-    return value.shape, value.dtype, lambda *_: jax.tree.leaves(made())[number]
+    return value.shape, value.dtype, lambda *_: jax.tree.leaves(state_maker())[number]
 
 
 def unchanged_state(

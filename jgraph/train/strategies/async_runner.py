@@ -49,11 +49,11 @@ class AsyncRunner:
 
     def _plan(self, batch: Any) -> Prepared:
         graph = self._step.graph(batch)
-        planned = plan_on(self._cluster, graph, self._workers.tasks[0])
-        program = gated(planned.program, self._step.container)
+        plan = plan_on(self._cluster, graph, self._workers.tasks[0])
+        program = gated(plan.program, self._step.container)
         return Prepared(
             graph,
-            replace(planned, program=program),
+            replace(plan, program=program),
             self._step.reported(graph),
             shards_of(program),
             self._step.finite_check(graph),

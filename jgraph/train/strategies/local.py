@@ -81,10 +81,10 @@ class LocalRunner:
 
             # Ahead of time: errors, and JAX's settings, are those of the caller's
             # thread, whichever thread runs the steps.
-            jitted = jax.jit(step, donate_argnums=0)
-            lowered = jitted.lower(self.state.arrays, *(f.aval for f in graph.feeds))
+            jit_step = jax.jit(step, donate_argnums=0)
+            lowering = jit_step.lower(self.state.arrays, *(f.aval for f in graph.feeds))
             checks = checks_of(self._step, graph, batch)
-            self._compiled[key] = _Compiled(graph, names, lowered.compile(), checks)
+            self._compiled[key] = _Compiled(graph, names, lowering.compile(), checks)
         self._last = self._compiled[key]
 
     def run(self, order: Order) -> Generator[Chunk, None, None]:
@@ -103,56 +103,58 @@ class LocalRunner:
     ) -> Generator[Chunk, None, None]:
         first, now = self._first, self._clock.now
         batches = self._batches(order, dispatch)
-        began = reported = now()
+        start_s = report_s = now()
         gathering = 0.0
-        done: list[tuple[int, float, list[Any]]] = []
+        outputs: list[tuple[int, float, list[Any]]] = []
         recent: deque[list[Any]] = deque(maxlen=_IN_FLIGHT)
         checks = compiled.checks
-        checked = [compiled.names.index(name) for name in checks.names]
+        check_places = [compiled.names.index(name) for name in checks.names]
         for number in range(first, first + order.steps):
-            asked = now()
+            ask_s = now()
             batch = next(batches, None)
             if batch is None:
                 break  # there is no more data
-            gathering += now() - asked
+            gathering += now() - ask_s
             out = self._one(compiled, batch, number)
-            if not checked:
+            if not check_places:
                 dispatch.handle(Progressed("", number - first + 1), 0.0)
             time = now()
-            done.append((number, time - began, out))
+            outputs.append((number, time - start_s, out))
             if len(recent) == _IN_FLIGHT:
                 recent[0][0].block_until_ready()
-                if checked and not checks.passed([recent[0][n] for n in checked]):
+                if check_places and not checks.passed(
+                    [recent[0][n] for n in check_places]
+                ):
                     break  # those that follow it change nothing
             recent.append(out)
             is_due = any((number + 1) % every == 0 for every in order.boundaries)
-            if is_due or time - reported >= order.report_every_s:
-                yield from self._told(compiled, done, gathering, now() - reported)
-                done, reported, gathering = [], now(), 0.0
+            if is_due or time - report_s >= order.report_every_s:
+                yield from self._told(compiled, outputs, gathering, now() - report_s)
+                outputs, report_s, gathering = [], now(), 0.0
             if order.stop.is_set():
                 break
-        if done:
-            yield from self._told(compiled, done, gathering, now() - reported)
+        if outputs:
+            yield from self._told(compiled, outputs, gathering, now() - report_s)
 
     def _told(
         self,
         compiled: _Compiled,
-        done: list[tuple[int, float, list[Any]]],
+        outputs: list[tuple[int, float, list[Any]]],
         gathering: float,
-        elapsed: float,
+        duration_s: float,
     ) -> Generator[Chunk, None, None]:
         """Yields the steps that were applied.
 
         Raises:
           JGError: one was not, as it did not pass a check.
         """
-        chunk = _chunk(done, compiled.names, gathering, elapsed)
-        applied, error = compiled.checks.split(chunk)
+        chunk = _chunk(outputs, compiled.names, gathering, duration_s)
+        good, error = compiled.checks.split(chunk)
         assert self._dispatch is not None  # run has set it
-        if len(applied):
-            count = int(applied.steps[-1]) + 1 - self._first
+        if len(good):
+            count = int(good.steps[-1]) + 1 - self._first
             self._dispatch.handle(Progressed("", count), 0.0)
-            yield applied
+            yield good
         if error is not None:
             raise error
 
@@ -167,8 +169,8 @@ class LocalRunner:
 
     def _batches(self, order: Order, dispatch: Dispatch) -> Iterator[Batch]:
         reader = LeasedBatches(order.dataset.reader(), dispatch.plan)
-        done = 0
-        while done < order.steps:
+        count = 0
+        while count < order.steps:
             # What is done is told when it is known to be applied.
             (deal,) = dispatch.handle(Asked("", 0, _ASK_FOR), 0.0)
             assert isinstance(deal, Deal)  # the budget is that of the loop
@@ -179,7 +181,7 @@ class LocalRunner:
                     except EOFError:
                         return
                     yield order.dataset.batch(list(fields.values()))
-                    done += 1
+                    count += 1
 
     def _one(self, compiled: _Compiled, batch: Batch, number: int) -> list[Any]:
         feeds = jax.tree.leaves(batch)
@@ -204,16 +206,16 @@ class LocalRunner:
 
 
 def _chunk(
-    done: list[tuple[int, float, list[Any]]],
+    outputs: list[tuple[int, float, list[Any]]],
     names: list[str],
     gathering: float,
-    elapsed: float,
+    duration_s: float,
 ) -> Chunk:
-    numbers, seconds, rows = zip(*done, strict=True)
+    numbers, seconds, rows = zip(*outputs, strict=True)
     return Chunk(
         replica=0,
         steps=np.asarray(numbers, np.int64),
         seconds=np.asarray(seconds, np.float64),
         metrics=stack(rows, names),
-        times={"input": gathering, "compute": elapsed - gathering},
+        times={"input": gathering, "compute": duration_s - gathering},
     )

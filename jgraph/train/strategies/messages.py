@@ -53,8 +53,8 @@ def about_run(
     cluster, saves, options = state.cluster, None, order.checkpoint
     each = prepared.programs(cluster.tasks("worker"))
     programs = dict(zip(prepared.handles, each, strict=True))
-    unsaved = "" if options is None else why_unsaved(options, state.step)
-    if options is not None and not unsaved:
+    reason = "" if options is None else why_unsaved(options, state.step)
+    if options is not None and not reason:
         saves, program = saves_order(state.step, state.session, cluster, options)
         if order.lease_s is None:  # else the master does, once the client is gone
             (saves.snapshot,) = state.session.register_all([program])
@@ -68,7 +68,7 @@ def about_run(
             halt_every=order.halts,
             halt_s=state.halt_s,
             directory=directory,
-            unsaved=unsaved,
+            unsaved=reason,
             gives_data=not order.dataset.source,
         )
     first = state.global_step()
@@ -98,18 +98,18 @@ def about_run(
 def _restart_programs(
     cluster: Cluster,
     programs: Mapping[str, Program],
-    begun: Mapping[TaskName, Sequence[Variable]],
+    new_variables: Mapping[TaskName, Sequence[Variable]],
 ) -> Iterator[Frame]:
     """Yields what the master keeps for tasks that are started again.
 
     Args:
       cluster: of the run.
       programs: of the workers, and of ps, by handle.
-      begun: variables that begin anew with their task.
+      new_variables: variables that begin anew with their task.
     """
     for handle, program in programs.items():
         yield _kept(handle, program)
-    for task, variables in begun.items():
+    for task, variables in new_variables.items():
         for piece in in_pieces(variables):
             graph, _ = trace(
                 partial(assign_initial, piece), variables=piece, name="initialize"

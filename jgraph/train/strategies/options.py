@@ -131,10 +131,10 @@ class SyncPS:
 
     def __post_init__(self) -> None:
         _check_shared(self)
-        wanted = self.replicas_to_aggregate
-        if wanted is not None and not is_count(wanted, 1):
+        replicas = self.replicas_to_aggregate
+        if replicas is not None and not is_count(replicas, 1):
             raise ConfigError(
-                f"replicas_to_aggregate is {wanted!r}; a step averages at least 1 "
+                f"replicas_to_aggregate is {replicas!r}; a step averages at least 1 "
                 "gradient, leave it out to average those of all workers"
             )
         backups = self.backup_workers
@@ -155,14 +155,16 @@ class SyncPS:
           3
         """
         backups = self.backup_workers
-        wanted = self.replicas_to_aggregate or workers - backups
-        if wanted < 1 or wanted + backups > workers:
-            asked = "" if self.replicas_to_aggregate is None else f"{wanted} workers "
-            raise ConfigError(
-                f"SyncPS is to average {asked}with {backups} backup workers, and the "
-                f"cluster has {workers} workers; start more, or ask for less"
+        replicas = self.replicas_to_aggregate or workers - backups
+        if replicas < 1 or replicas + backups > workers:
+            count_text = (
+                "" if self.replicas_to_aggregate is None else f"{replicas} workers "
             )
-        return wanted
+            raise ConfigError(
+                f"SyncPS is to average {count_text}with {backups} backup workers, and "
+                f"the cluster has {workers} workers; start more, or ask for less"
+            )
+        return replicas
 
     def _repr_html_(self) -> str:
         return markup.data(self)

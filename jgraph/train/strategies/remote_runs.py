@@ -41,7 +41,7 @@ class RemoteRuns:
         self._has_replaced = False  # programs, since they were registered
         self._follower: RunFollower | None = None
         self._has_gone_back = False
-        self._asked: Position = None
+        self._question_position: Position = None
         """Where the run is that asks something."""
 
     def prepare(self, dataset: Dataset, batch_size: int) -> Prepared:
@@ -49,9 +49,9 @@ class RemoteRuns:
         batch = dataset.avals(batch_size)
         key = f"{batch} {dataset.note}"
         if key not in self._prepared:
-            made = self._make(batch)
-            made.plan = replace(made.plan, graph=dataset.noted(made.plan.graph))
-            self._prepared[key] = made
+            step = self._make(batch)
+            step.plan = replace(step.plan, graph=dataset.noted(step.plan.graph))
+            self._prepared[key] = step
         self.last = self._prepared[key]
         return self.last
 
@@ -151,23 +151,23 @@ class RemoteRuns:
                     self._note(report, run, together=together)
                 question = None if chunk is None else chunk.question
                 if question is not None:
-                    self._asked = question.position
+                    self._question_position = question.position
                     state.is_training = question.kind != "finish"
                 if chunk is not None:
                     yield chunk
-                self._asked = None
+                self._question_position = None
         finally:
             with suppress(JGError):  # gone, and the run with it
                 self._ended(run.position())
             self._follower, state.is_training = None, False
 
     def _note(self, report: LoopReport, run: RunFollower, *, together: bool) -> None:
-        state, gone_back = self._state, report.restored is not None
-        state.is_training |= gone_back
-        self._has_gone_back |= gone_back
-        replaced = report.state in {"lost", "left"} or "~" in report.handle
-        self._has_replaced |= gone_back or replaced
-        if report.replica < len(self.workers.tasks) and not gone_back:
+        state, is_restore = self._state, report.restored is not None
+        state.is_training |= is_restore
+        self._has_gone_back |= is_restore
+        is_replacement = report.state in {"lost", "left"} or "~" in report.handle
+        self._has_replaced |= is_restore or is_replacement
+        if report.replica < len(self.workers.tasks) and not is_restore:
             self.workers.note(report)
             if together and self.workers.ran_out(report):
                 run.stop()  # the others would wait for that one
@@ -185,7 +185,7 @@ class RemoteRuns:
 
     def position(self) -> Position:
         """Returns where in its data a run is."""
-        if self._asked is not None:
-            return self._asked
+        if self._question_position is not None:
+            return self._question_position
         follower = self._follower
         return self._state.position if follower is None else follower.position()

@@ -61,7 +61,7 @@ class SyncRunner:
         self.runs = RemoteRuns(self.state, self._plan)
         self._workers = self.runs.workers
         self._replicas = len(self._workers.tasks)
-        self._wanted = strategy.contributions(self._replicas)
+        self._contributions = strategy.contributions(self._replicas)
         self.compute_wait_s: Mapping[int, float] = {}
         """For benchmarks: emulated computing by replica, see ``StepRun``."""
 
@@ -90,27 +90,27 @@ class SyncRunner:
         return None if self.runs.last is None else self.runs.last.plan
 
     def _plan(self, batch: Any) -> Prepared:
-        sync = SyncStep(self._step, batch, self._wanted, self._replicas)
+        sync = SyncStep(self._step, batch, self._contributions, self._replicas)
         gate = self._step.container
         apply_graph = sync.apply_graph()
         # Who counts the updates applies them, and decides what they are made of.
         step = self._step.variables[self._step.names.index("global_step")]
         leader = TaskName(str(step.device))
-        applied = plan_on(self._cluster, apply_graph, leader).program
-        used = {v.name for p in applied.partitions for v in p.variables}
-        graph = sync.gradient_graph({name for name in used if name.startswith(MEAN)})
-        planned = plan_on(self._cluster, graph, self._workers.tasks[0])
-        planned = replace(planned, program=contributing(planned.program, gate))
-        shards = [leader, *(s for s in shards_of(planned.program) if s != leader)]
+        apply_program = plan_on(self._cluster, apply_graph, leader).program
+        reads = {v.name for p in apply_program.partitions for v in p.variables}
+        graph = sync.gradient_graph({name for name in reads if name.startswith(MEAN)})
+        plan = plan_on(self._cluster, graph, self._workers.tasks[0])
+        plan = replace(plan, program=contributing(plan.program, gate))
+        shards = [leader, *(s for s in shards_of(plan.program) if s != leader)]
         names = [*self._step.reported(apply_graph), CONTRIBUTIONS]
         finite = self._step.finite_check(apply_graph)
-        on_ps = (averaging(applied, gate, shards),)
-        return Prepared(graph, planned, names, shards, finite, on_ps)
+        on_ps = (averaging(apply_program, gate, shards),)
+        return Prepared(graph, plan, names, shards, finite, on_ps)
 
     def _book(self, order: Order, version: int) -> BatchBook:
         """Returns the book of a run that begins where the state is."""
         plan = order.dataset.plan(order.batch_size, order.seed)
-        return BatchBook(plan, self.state.position, skip=version * self._wanted)
+        return BatchBook(plan, self.state.position, skip=version * self._contributions)
 
     def _open_round(
         self, prepared: Prepared, order: Order, run: str
@@ -139,7 +139,7 @@ class SyncRunner:
         sync = SyncRequest(
             gate=gate,
             version=version,
-            wanted=self._wanted,
+            wanted=self._contributions,
             replicas={one.handle: one.task for one in workers},
             shards=shards,
             plan=plan,

@@ -41,7 +41,7 @@ class Workers:
         self.feeding: Feeding | None = None
         """Gives the workers data that only this process can read."""
         # Which data the workers hold: the same data of a later fit is not sent again.
-        self._uploaded: dict[TaskName, str] = {}
+        self._digests: dict[TaskName, str] = {}
 
     def upload(
         self,
@@ -66,7 +66,7 @@ class Workers:
                 begins = book()
                 shares = Shares(reader.take, begins.given_back, begins.end)
             self.feeding = Feeding(self._cluster, self._data, reader, fields, shares)
-            self._uploaded.clear()
+            self._digests.clear()
             for task in dict.fromkeys(self.tasks):
                 self.feeding.begin(task)
             return
@@ -74,9 +74,9 @@ class Workers:
         # A ps: it is there as long as the run.
         holder = self._cluster.tasks("ps")[:1] if order.lease_s is None else []
         for task in dict.fromkeys([*self.tasks, *holder]):
-            if self._uploaded.pop(task, "") != digest:
+            if self._digests.pop(task, "") != digest:
                 self._put(task, graph, dataset)
-            self._uploaded[task] = digest
+            self._digests[task] = digest
 
     def renew(self, worker: TaskName, graph: Graph, dataset: Dataset) -> None:
         """Gives the data to a worker that was started again."""
@@ -97,14 +97,14 @@ class Workers:
         Raises:
           JGError: the data is what ended the run.
         """
-        self._uploaded.clear()
+        self._digests.clear()
         if self.feeding is not None and self.feeding.error is not None:
             raise self.feeding.error
 
     def ran_out(self, report: LoopReport) -> bool:
         """Whether a loop is over as there is no more data."""
-        over = self.feeding is not None and self.feeding.is_over
-        return over and report.state == "done"
+        is_over = self.feeding is not None and self.feeding.is_over
+        return is_over and report.state == "done"
 
     def end_feeding(self) -> None:
         """Gives no more data to the workers."""

@@ -38,8 +38,8 @@ def usable_ids(
     if mode == "clip":
         return jnp.clip(ids, 0, rows - 1).astype(jnp.int32)
     if mode == "drop":
-        known = (ids >= 0) & (ids < rows)
-        return jnp.where(known, ids, NO_ID).astype(jnp.int32)
+        is_usable = (ids >= 0) & (ids < rows)
+        return jnp.where(is_usable, ids, NO_ID).astype(jnp.int32)
     if ids.dtype.itemsize > 4:
         # Beyond int32 an id would come back as a small one.
         ids = jnp.where((ids > rows) | (ids < NO_ID), rows, ids)
@@ -72,9 +72,9 @@ def wide_ids(ids: jax.Array) -> jax.Array:
     if ids.dtype in (jnp.int32, jnp.int64):
         return ids
     if ids.dtype in (jnp.uint32, jnp.uint64):
-        signed = jnp.int32 if ids.dtype == jnp.uint32 else jnp.int64
-        most = np.iinfo(signed).max
-        return jnp.where(ids > most, most, ids).astype(signed)
+        dtype = jnp.int32 if ids.dtype == jnp.uint32 else jnp.int64
+        most = np.iinfo(dtype).max
+        return jnp.where(ids > most, most, ids).astype(dtype)
     return ids.astype(jnp.int32)
 
 
@@ -131,8 +131,8 @@ class Ids:
         select = self._maker(atom)
         if select is None or select.primitive.name != "select_n":
             return None
-        test, plain, wrapped = select.invars
-        less, add = self._maker(test), self._maker(wrapped)
+        test, plain, wrap = select.invars
+        less, add = self._maker(test), self._maker(wrap)
         is_wrap = (
             less is not None
             and add is not None
@@ -144,15 +144,13 @@ class Ids:
 
     def inputs(self, atoms: Sequence[Atom]) -> tuple[list[Equation], list[int]]:
         """Returns the equations and the operands that values are made from."""
-        needed = {v for v in atoms if isinstance(v, Var)}
+        needs = {v for v in atoms if isinstance(v, Var)}
         equations = []
         for equation in reversed(self._jaxpr.eqns):
-            if any(v in needed for v in equation.outvars):
+            if any(v in needs for v in equation.outvars):
                 equations.append(equation)
-                needed.update(v for v in equation.invars if isinstance(v, Var))
-        return equations[::-1], sorted(
-            i for v, i in self._inputs.items() if v in needed
-        )
+                needs.update(v for v in equation.invars if isinstance(v, Var))
+        return equations[::-1], sorted(i for v, i in self._inputs.items() if v in needs)
 
     def refused(self, ids: Atom) -> str | None:
         """Returns why rows cannot be looked up by these ids beforehand, or None."""
@@ -188,5 +186,5 @@ def _is_reshape(equation: Equation) -> bool:
         return bool(np.can_cast(equation.invars[0].aval.dtype, np.int32))
     if equation.primitive.name != "broadcast_in_dim":
         return False
-    given, made = equation.invars[0].aval, equation.outvars[0].aval
-    return bool(math.prod(given.shape) == math.prod(made.shape))
+    source, target = equation.invars[0].aval, equation.outvars[0].aval
+    return bool(math.prod(source.shape) == math.prod(target.shape))

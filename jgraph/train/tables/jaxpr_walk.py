@@ -93,8 +93,8 @@ class _Walk:
             if caller is not None:
                 equation = _compat.with_outer_scope(inner, caller)
             # What is not evaluated yet is of plain equations.
-            given = [env.get(v) for v in equation.invars if isinstance(v, Var)]
-            if not any(isinstance(value, Table) for value in given):
+            operands = [env.get(v) for v in equation.invars if isinstance(v, Var)]
+            if not any(isinstance(value, Table) for value in operands):
                 plain.append(equation)
                 continue
             _evaluate(plain, env)
@@ -114,11 +114,11 @@ class _Walk:
         call = _compat.call_body(equation)
         if call is not None and not equation.primitive.name.startswith("custom_"):
             return self._call(equation, *call, operands)
-        given = [
+        arrays = [
             self._visitor.whole(x, equation) if isinstance(x, Table) else x
             for x in operands
         ]
-        pairs = zip(equation.invars, given, strict=True)
+        pairs = zip(equation.invars, arrays, strict=True)
         env = {v: x for v, x in pairs if isinstance(v, Var)}
         _evaluate([equation], env)
         return [env.get(v) for v in equation.outvars]
@@ -135,10 +135,10 @@ class _Walk:
         places = [i for i, x in enumerate(operands) if not isinstance(x, Table)]
 
         def run(*arrays: Any) -> list[Any]:
-            filled = list(operands)
+            arguments = list(operands)
             for place, array in zip(places, arrays, strict=True):
-                filled[place] = array
-            results = self.body(body, consts, filled, equation)
+                arguments[place] = array
+            results = self.body(body, consts, arguments, equation)
             whole = self._visitor.whole
             return [whole(r, equation) if isinstance(r, Table) else r for r in results]
 
@@ -154,10 +154,10 @@ def _evaluate(equations: Sequence[Equation], env: dict[Var, Any]) -> None:
     """Evaluates equations without tables, with their scopes and source lines."""
     if not equations:
         return
-    made = dict.fromkeys(v for e in equations for v in e.outvars)
-    used = dict.fromkeys(v for e in equations for v in e.invars if isinstance(v, Var))
-    free = [v for v in used if v not in made]
-    results = [v for v in made if not _compat.is_dropped(v)]
+    outputs = dict.fromkeys(v for e in equations for v in e.outvars)
+    inputs = dict.fromkeys(v for e in equations for v in e.invars if isinstance(v, Var))
+    free = [v for v in inputs if v not in outputs]
+    results = [v for v in outputs if not _compat.is_dropped(v)]
     jaxpr = _compat.build_jaxpr(invars=free, outvars=results, equations=equations)
     values = jax.core.eval_jaxpr(jaxpr, (), *(env[v] for v in free))
     env.update(zip(results, values, strict=True))

@@ -71,8 +71,8 @@ class RowMean:
     @property
     def averaged(self) -> tuple[Variable, Variable]:
         """Ids and rows of the mean."""
-        hashed = self._layout.kind == "hash"
-        return self._variables(self.count * self.contributions, pairs=hashed)
+        is_hash = self._layout.kind == "hash"
+        return self._variables(self.count * self.contributions, pairs=is_hash)
 
     def cut(self, unique: Any, rows: Any) -> dict[str, Any]:
         """Returns what to contribute, by name of the variable."""

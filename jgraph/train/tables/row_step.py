@@ -91,10 +91,10 @@ class RowStep:
 
     def rows(self, batch: Any, seeds: tuple[Any, ...]) -> list[Rows]:
         """Returns the rows of each table that a step on ``batch`` uses."""
-        given = self.tables.ids(batch, seeds)
+        table_ids = self.tables.ids(batch, seeds)
         return [
             _rows(table, ids)
-            for table, ids in zip(self.tables.tables, given, strict=True)
+            for table, ids in zip(self.tables.tables, table_ids, strict=True)
         ]
 
 
@@ -135,7 +135,7 @@ def decide(
     """
     leaves = jax.tree.leaves(params)
     shapes = {t.name: tuple(leaves[t.number].shape) for t in tables.tables}
-    given, tables = tables, tables.without(other_shapes(slots, shapes))
+    all_tables, tables = tables, tables.without(other_shapes(slots, shapes))
     update = RowUpdate()
     numbers = frozenset(t.number for t in tables.tables)
     if numbers:
@@ -146,13 +146,13 @@ def decide(
             why = f"the optimizer fails on rows of it: {reason}"
             tables = tables.without({t.name: why for t in tables.tables})
             numbers = frozenset()
-    for table in given.tables:
+    for table in all_tables.tables:
         if table.hashed and table.name in tables.dense:
             raise _not_by_rows(table.name, tables.dense[table.name])
         if table.hashed and table.number in update.held_back:
             raise _loses_gradients(table.name)
-    hashed = frozenset(t.number for t in tables.tables if t.hashed)
-    others = numbers - update.exact - hashed  # a hash table has no rows but these
+    hash_numbers = frozenset(t.number for t in tables.tables if t.hashed)
+    others = numbers - update.exact - hash_numbers  # a hash table has no rows but these
     whole = others & update.held_back if sparse == "lazy" else others
     costs = {t.name: _cost(t, leaves[t.number], slots) for t in tables.tables}
     if sparse == "auto":

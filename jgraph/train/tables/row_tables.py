@@ -110,8 +110,8 @@ class RowTables:
     def ids(self, batch: Any, seeds: tuple[Any, ...]) -> list[list[jax.Array]]:
         """Returns the ids of each lookup of each table, as the user gave them."""
         leaves = jax.tree.leaves((batch, seeds))
-        chosen = [leaves[i] for i in self._ids_inputs]
-        flat = iter(jax.core.eval_jaxpr(self._ids, self._ids_consts, *chosen))
+        inputs = [leaves[i] for i in self._ids_inputs]
+        flat = iter(jax.core.eval_jaxpr(self._ids, self._ids_consts, *inputs))
         return [[next(flat) for _ in table.lookups] for table in self.tables]
 
     def loss(self, positions: Sequence[jax.Array]) -> Loss:
@@ -164,7 +164,7 @@ def find_row_tables(
     )
     inputs = len(jax.tree.leaves((params, state)))
     feeds = jax.tree_util.tree_flatten_with_path({"batch": batch, "seeds": seeds})[0]
-    traced = _Traced(
+    tracing = _Traced(
         jaxpr=jaxpr,
         consts=tuple(consts),
         out_tree=jax.tree.structure(out),
@@ -174,7 +174,7 @@ def find_row_tables(
         first_feed=inputs,
         small=small,
     )
-    return traced.tables({})
+    return tracing.tables({})
 
 
 def _aval(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -201,18 +201,18 @@ class _Traced:
     first_feed: int
     small: bool
 
-    def tables(self, refused: Mapping[str, str]) -> RowTables:
+    def tables(self, reasons: Mapping[str, str]) -> RowTables:
         """Returns the row tables, without those refused by name."""
         uses = _Uses()
         shapes = _looked_up(self.jaxpr)
 
         def find(leaves: list[Any]) -> list[Any]:
             count = len(self.names)
-            marked = [
+            marks = [
                 Table(i, x) if x.shape in shapes else x
                 for i, x in enumerate(leaves[:count])
             ]
-            walk(self.jaxpr, self.consts, [*marked, *leaves[count:]], uses)
+            walk(self.jaxpr, self.consts, [*marks, *leaves[count:]], uses)
             return [index for _, _, index in uses.lookups]
 
         jaxpr, consts, _ = _compat.make_jaxpr(find, list(self.avals))
@@ -222,36 +222,36 @@ class _Traced:
         outvars: list[Any] = []
         dense: dict[str, str] = {}
         for number, name in enumerate(self.names):
-            asked = [
+            reads = [
                 (equation, ids.raw(flat.jaxpr.outvars[place], _mode(equation)))
                 for place, (n, equation, _) in enumerate(uses.lookups)
                 if n == number
             ]
-            keys = [ids.keys(v) for _, v in asked]
-            hashed = bool(keys) and None not in keys
-            if hashed:
-                asked = [(e, k) for (e, _), k in zip(asked, keys, strict=True) if k]
+            keys = [ids.keys(v) for _, v in reads]
+            is_hash = bool(keys) and None not in keys
+            if is_hash:
+                reads = [(e, k) for (e, _), k in zip(reads, keys, strict=True) if k]
             reason = (
-                refused.get(name)
+                reasons.get(name)
                 or uses.whole_uses.get(number)
-                or next(filter(None, (ids.refused(v) for _, v in asked)), None)
-                or (None if hashed else self._too_small(number, [v for _, v in asked]))
+                or next(filter(None, (ids.refused(v) for _, v in reads)), None)
+                or (None if is_hash else self._too_small(number, [v for _, v in reads]))
             )
-            if reason and (asked or number in uses.in_loops):
+            if reason and (reads or number in uses.in_loops):
                 dense[name] = reason
-            elif asked:
+            elif reads:
                 lookups = tuple(
                     Lookup(
                         ids.feature(v, self.feeds),
-                        _shape(v)[:-1] if hashed else _shape(v),
+                        _shape(v)[:-1] if is_hash else _shape(v),
                         _mode(equation),
                         OF_BAGS in _compat.name_stack_of(equation),
                     )
-                    for equation, v in asked
+                    for equation, v in reads
                 )
                 rows = self.avals[number].shape[0]
-                tables.append(RowTable(name, number, rows, lookups, hashed))
-                outvars += [v for _, v in asked]
+                tables.append(RowTable(name, number, rows, lookups, is_hash))
+                outvars += [v for _, v in reads]
         jaxpr, inputs = ids.sliced(outvars, flat.consts)
         return RowTables(tuple(tables), dense, self, jaxpr, flat.consts, tuple(inputs))
 
@@ -274,8 +274,8 @@ def _mode(equation: Equation) -> str:
         return "clip"
     fill = equation.params.get("fill_value")
     # The default of jnp.take is to fill with NaN: nobody asks for that.
-    chosen = mode == GatherScatterMode.FILL_OR_DROP and fill is not None
-    return "drop" if chosen and not np.isnan(fill) else "error"
+    is_fill = mode == GatherScatterMode.FILL_OR_DROP and fill is not None
+    return "drop" if is_fill and not np.isnan(fill) else "error"
 
 
 @final
@@ -317,13 +317,13 @@ def _whole_use(equation: Equation | None) -> str:
 
 def _looked_up(jaxpr: Any) -> set[tuple[int, ...]]:
     """Returns the shapes of all that rows are looked up of, in inner bodies too."""
-    found = set()
+    shapes = set()
     for equation in _compat.open_jaxpr(jaxpr).eqns:
         if is_lookup(equation):
-            found.add(_shape(equation.invars[0]))
+            shapes.add(_shape(equation.invars[0]))
         for _, body in _compat.inner_jaxprs(equation):
-            found |= _looked_up(body)
-    return found
+            shapes |= _looked_up(body)
+    return shapes
 
 
 @final

@@ -122,20 +122,20 @@ def probe(
     rows_step, step = jax.jit(by_rows), jax.jit(update)
     held_back: set[int | None] = set()
     nothing = _touching(grads, tables, [])
-    owned = [*places, *owners]
-    for number, touched in enumerate(_TOUCHED):
-        ids = jnp.array([*touched, _ROWS], jnp.int32)
-        here = _touching(grads, tables, touched)
+    leaf_owners = [*places, *owners]
+    for number, row_numbers in enumerate(_TOUCHED):
+        ids = jnp.array([*row_numbers, _ROWS], jnp.int32)
+        here = _touching(grads, tables, row_numbers)
         without, whole = step(*whole, nothing), step(*whole, here)
         if number:  # a learning rate may be 0 at first
-            changed = _changed(whole, without, owned)
-            held_back |= changed - _changed(whole[0], without[0], places)
+            changes = _changed(whole, without, leaf_owners)
+            held_back |= changes - _changed(whole[0], without[0], places)
         zeros = rows_step(*zeros, here, ids, jnp.float32(0))
         garbage = rows_step(*garbage, here, ids, jnp.float32(_GARBAGE))
     results = map(jax.tree.leaves, (whole[0], zeros[0]))
     same = [_close(a, b) for a, b in zip(*results, strict=True)]
     others = all(ok for n, ok in enumerate(same) if n not in tables)
-    still = _still(update, (start, state, grads), tables, owned)
+    still = _still(update, (start, state, grads), tables, leaf_owners)
     return RowUpdate(
         exact=frozenset(n for n in tables if others and same[n] and n in still),
         reads_padding=not all(
@@ -147,26 +147,26 @@ def probe(
 
 def _still(
     update: Any,
-    given: tuple[Any, Any, Any],
+    trees: tuple[Any, Any, Any],
     tables: Collection[int],
-    owned: Sequence[int | None],
+    leaf_owners: Sequence[int | None],
 ) -> set[int]:
     """Returns the tables that, with their state, a gradient of zeros leaves alone."""
-    leaves, tree = jax.tree.flatten(given)
+    leaves, tree = jax.tree.flatten(trees)
 
     def flat(*operands: Any) -> list[Any]:
         *leaves, value = operands
         return jax.tree.leaves(update(*jax.tree.unflatten(tree, leaves), value))
 
-    zeros = [len(owned) + n for n in tables]
-    kept = unchanged_operands(flat, [*leaves, jnp.float32(1)], zeros)
-    moved = {owner for n, owner in enumerate(owned) if n not in kept}
-    return set(tables) - moved
+    zeros = [len(leaf_owners) + n for n in tables]
+    constants = unchanged_operands(flat, [*leaves, jnp.float32(1)], zeros)
+    movers = {owner for n, owner in enumerate(leaf_owners) if n not in constants}
+    return set(tables) - movers
 
 
-def _changed(a: Any, b: Any, owned: Sequence[int | None]) -> set[int | None]:
+def _changed(a: Any, b: Any, leaf_owners: Sequence[int | None]) -> set[int | None]:
     """Returns of which parameters some leaf is not the same in both trees."""
-    leaves = zip(owned, jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    leaves = zip(leaf_owners, jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return {owner for owner, x, y in leaves if not _close(x, y)}
 
 
@@ -271,13 +271,13 @@ def unchanged_operands(
     """
     jaxpr, consts, _ = _compat.make_jaxpr(fn, *operands)
     flat = inline_calls(jaxpr, consts)
-    given = [_Is(zero=n in zeros, same=n) for n in range(len(flat.jaxpr.invars))]
+    facts = [_Is(zero=n in zeros, same=n) for n in range(len(flat.jaxpr.invars))]
     proof = _Proof([_compat.array_type(v).dtype for v in flat.jaxpr.invars])
-    results = proof.results(flat.jaxpr, flat.consts, given)
+    results = proof.results(flat.jaxpr, flat.consts, facts)
     return {
         n
-        for n, (value, wanted) in enumerate(zip(results, given, strict=False))
-        if value.same == n or (value.zero and wanted.zero)
+        for n, (value, fact) in enumerate(zip(results, facts, strict=False))
+        if value.same == n or (value.zero and fact.zero)
     }
 
 
@@ -287,14 +287,14 @@ class _Proof:
     dtypes: Sequence[Any]
 
     def results(
-        self, jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[_Is]
+        self, jaxpr: Jaxpr, consts: Sequence[Any], facts: Sequence[_Is]
     ) -> list[_Is]:
-        env: _Env = dict(zip(jaxpr.invars, given, strict=True))
+        env: _Env = dict(zip(jaxpr.invars, facts, strict=True))
         env.update(zip(jaxpr.constvars, map(_constant, consts), strict=True))
         for equation in jaxpr.eqns:
             values = [_of(env, atom) for atom in equation.invars]
-            found = self._equation(equation, values)
-            env.update(zip(equation.outvars, found, strict=True))
+            outputs = self._equation(equation, values)
+            env.update(zip(equation.outvars, outputs, strict=True))
         return [_of(env, atom) for atom in jaxpr.outvars]
 
     def _equation(self, equation: Equation, values: list[_Is]) -> list[_Is]:
@@ -303,9 +303,9 @@ class _Proof:
             return self._branches(equation, values)
         if name == "optimization_barrier":
             return values
-        known = _folded(equation, values)
-        if known is not None:
-            return known
+        constant = _folded(equation, values)
+        if constant is not None:
+            return constant
         if count != 1:
             return [_ANYTHING] * count
         return [_Is(_is_zero(name, values, equation), self._same(equation, values))]
