@@ -38,7 +38,7 @@ class VariableDirectory:
         self._platforms = tuple(platforms)
         self._auto = auto
         self._soft_placement = soft_placement
-        self._initialized: dict[VariableKey, VariableSpec] = {}
+        self._specs: dict[VariableKey, VariableSpec] = {}
         self.tasks: dict[VariableKey, TaskName] = {}
 
     def look_up(self, specs: Iterable[VariableSpec]) -> set[VariableKey]:
@@ -98,16 +98,16 @@ class VariableDirectory:
 
     def forget(self) -> None:
         """Forgets which variables have values, and where."""
-        self._initialized.clear()
+        self._specs.clear()
         self.tasks.clear()
 
     def unknown(self, variables: Iterable[Variable]) -> list[Variable]:
         """Returns those not known to have a value."""
-        return [v for v in variables if self._initialized.get(v.spec.key) != v.spec]
+        return [v for v in variables if self._specs.get(v.spec.key) != v.spec]
 
     def note_initialized(self, variables: Iterable[Variable]) -> None:
         """Remembers that these have values."""
-        self._initialized.update({v.spec.key: v.spec for v in variables})
+        self._specs.update({v.spec.key: v.spec for v in variables})
 
 
 def shards_of(variables: Iterable[Variable]) -> list[Variable]:

@@ -132,7 +132,7 @@ class RunFollower:
         self._is_over = threading.Event()
         self._position: dict[str, Any] | None = None
         self._tasks: dict[int, TaskName] = {}
-        self._lost_replicas = set[int]()  # replicas
+        self._lost_replicas = set[int]()
         self._question_numbers = set[int]()
         self._waits = threading.Event()  # set: what was waited for is there
         self._inbox = _Inbox()

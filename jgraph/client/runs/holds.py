@@ -26,7 +26,7 @@ class DrainHolds:
     def __init__(self, cluster: Connection) -> None:
         self._cluster = cluster
         self._calls: dict[TaskName, Future[None]] = {}
-        self._told: set[TaskName] = set()
+        self._ends: set[TaskName] = set()
         self.hold_needed()
 
     def hold(self, tasks: Iterable[TaskName]) -> None:
@@ -52,14 +52,14 @@ class DrainHolds:
             for call in calls:
                 call.cancel()
 
-        ends = [task for task in tasks if task in self._calls]
-        event_loop.run(hang_up([self._calls.pop(task) for task in ends]))
-        self._told.difference_update(ends)
+        releases = [task for task in tasks if task in self._calls]
+        event_loop.run(hang_up([self._calls.pop(task) for task in releases]))
+        self._ends.difference_update(releases)
 
     @property
     def told(self) -> frozenset[TaskName]:
         """Held tasks that have told of their end."""
-        return frozenset(self._told)
+        return frozenset(self._ends)
 
     def close(self) -> None:
         """Lets all go."""
@@ -81,7 +81,7 @@ class DrainHolds:
                     if task not in self._needed():
                         return  # a master that was replaced may end
                     if word == "told":
-                        self._told.add(task)
+                        self._ends.add(task)
         finally:
             if not answer.done():
                 answer.set_result(None)
