@@ -58,7 +58,7 @@ class RemoteSaver:
         with Saver(options, take, step) as first:
             first.finish()
             self.directory = first.directory
-        self._due = step
+        self._step = step
         self._cluster = cluster
 
     def __enter__(self) -> Self:
@@ -69,7 +69,7 @@ class RemoteSaver:
 
     def note(self, step: int) -> None:
         """Learns how far the run is."""
-        self._due = step
+        self._step = step
 
     def save_halted(self, go_on: Callable[[], bool]) -> None:
         """Lets loops go on: it is the master that saves."""
@@ -84,7 +84,7 @@ class RemoteSaver:
 
     def go_back(self, step: int) -> None:
         """Goes on from ``step``."""
-        self._due = step
+        self._step = step
 
     def finish(self) -> None:
         """Waits until the master has saved what came out in the end."""
@@ -93,8 +93,8 @@ class RemoteSaver:
             wait_saved(self._cluster, str(self.directory), _LAST_S)
         except JGError as error:
             why = error.message
-        if our_steps(self.directory)[-1:] < [self._due]:
-            _LOG.warning("the master has not saved step %d: %s", self._due, why)
+        if our_steps(self.directory)[-1:] < [self._step]:
+            _LOG.warning("the master has not saved step %d: %s", self._step, why)
 
 
 def wait_saved_by_master(cluster: Cluster, directory: Path) -> None:

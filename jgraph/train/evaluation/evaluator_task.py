@@ -86,14 +86,14 @@ class _EvalStep:
       program: as it is shipped.
       feeds: of the fields of the data, in order.
       names: of the metrics, in the order of the fetches.
-      copied: names of the variables that it reads in the snapshot.
+      copy_names: names of the variables that it reads in the snapshot.
       handle: of the program once it is registered.
     """
 
     program: Program
     feeds: tuple[str, ...]
     names: list[str]
-    copied: frozenset[str]
+    copy_names: frozenset[str]
     handle: str = ""
 
 
@@ -265,7 +265,7 @@ class EvaluatorTask:
         self._upload_digest = digest
 
     def _take_snapshot(self, session: Session, passes: Iterable[_EvalStep]) -> int:
-        names = frozenset[str]().union(*(p.copied for p in passes))
+        names = frozenset[str]().union(*(p.copy_names for p in passes))
         nbytes = sum(nbytes_of(v.spec) for v in self._step.variables if v.name in names)
         limit = _STEP_S + bulk_timeout_s(nbytes)
         return int(session.run(self._snapshot(names), timeout_s=limit))
