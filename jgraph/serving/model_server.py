@@ -24,7 +24,7 @@ from jgraph.errors import (
     TokenError,
 )
 from jgraph.rpc.grpc.listening import listen, server_options, stop_listening
-from jgraph.rpc.security.token import Token, find_token, home
+from jgraph.rpc.security.token import Token, home, own_path
 from jgraph.runtime.compiled.compile_cache import CompileCache
 from jgraph.serving.artifact import MODEL_NAME, versions_in
 from jgraph.serving.exported_model import named
@@ -432,13 +432,15 @@ def _token(given: str | Path | None) -> Token:
       TokenError: it is, or cannot be read.
     """
     if given is None:
-        return Token.make(home() / TOKEN)
-    token = Token.read(Path(given).expanduser())
-    with suppress(TokenError):
-        if token.value == find_token().value:
+        token = Token.make(home() / TOKEN)
+    else:
+        token = Token.read(Path(given).expanduser())
+    with suppress(TokenError):  # there is none, and none is made
+        if token.value == Token.read(own_path()).value:
             raise ConfigError(
-                f"{given} is the token of a cluster, and who asks a model must not run "
-                f"programs there; make another: `jgraph token new {home() / TOKEN}`"
+                f"{token.path} is the token of a cluster, and who asks a model must "
+                "not run programs there; make another: `jgraph token new "
+                f"{token.path.with_name('other_token')}`, and name it with --token-file"
             )
     return token
 

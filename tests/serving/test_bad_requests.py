@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import shutil
 import socket
 import ssl
 import threading
@@ -259,6 +260,31 @@ def test_a_server_does_not_let_strangers_in_by_mistake(
         jg.serve(models, token_file=token.path)
     with pytest.raises(ConfigError, match="holds no exported models"):
         jg.serve(tmp_path)
+
+
+def test_a_token_file_leaves_the_token_of_a_cluster_alone(
+    models: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("JGRAPH_HOME", str(home))
+    monkeypatch.delenv("JGRAPH_TOKEN_FILE", raising=False)
+    token = Token.make(tmp_path / "serve_token")
+    with jg.serve(models, http_port=None, token_file=token.path):
+        assert not home.exists()
+
+
+def test_the_token_of_a_cluster_is_refused_in_any_file(
+    models: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JGRAPH_HOME", str(tmp_path))
+    monkeypatch.delenv("JGRAPH_TOKEN_FILE", raising=False)
+    token = Token.make(tmp_path / "token")
+    shutil.copy(token.path, tmp_path / "serve_token")
+    with pytest.raises(ConfigError, match="token of a cluster"):
+        jg.serve(models, http_port=None)
+    monkeypatch.setattr(Token, "make", None)  # as a home that is mounted read-only
+    with pytest.raises(ConfigError, match="token of a cluster"):
+        jg.serve(models, http_port=None, token_file=token.path)
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,11 @@ def home() -> Path:
     return Path(os.environ.get("JGRAPH_HOME", "~/.jgraph")).expanduser()
 
 
+def own_path() -> Path:
+    """Returns the file of this user's token, which may not be there."""
+    return Path(os.environ.get(TOKEN_FILE) or home() / NAME).expanduser()
+
+
 def has_token(certificates: Path | None = None) -> bool:
     """Whether there is a token to use without making one; see ``find_token``."""
     places = [home() / NAME, *([certificates / NAME] if certificates else [])]
