@@ -90,6 +90,9 @@ def serve(
     ] = False,
     max_message: Annotated[int, typer.Option(min=1024, help="Bytes of a request.")] = 64
     << 20,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Connections over HTTP; more are refused.")
+    ] = 1024,
     drain_s: Annotated[
         float,
         typer.Option(
@@ -118,6 +121,7 @@ def serve(
         watch_s=watch_s,
         allow_control=allow_control,
         max_message=max_message,
+        max_connections=max_connections,
     )
     facts = {
         "http": server.url,

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jgraph.coordination.watch.facts import clean
 from jgraph.dashboard import guard
 from jgraph.dashboard.stream import Streams
-from jgraph.errors import DashboardRequestError, JGError, TokenError
+from jgraph.errors import HttpRequestError, JGError, TokenError
 
 _LOG = logging.getLogger("jgraph.dashboard")
 _KINDS: Final = {
@@ -194,7 +194,7 @@ async def _health(request: Request) -> Response:
 
 
 def _error(status: int, text: str, headers: Mapping[str, str]) -> JSONResponse:
-    kind = TokenError if status == 401 else DashboardRequestError
+    kind = TokenError if status == 401 else HttpRequestError
     body = {"error": f"{kind.code} {text}", "code": kind.code}
     return JSONResponse(body, status, dict(headers))
 

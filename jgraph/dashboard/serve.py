@@ -1,28 +1,24 @@
 """HTTP server of a dashboard: the port, its limits, and how it ends."""
 
 import asyncio
-import logging
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jgraph.dashboard.app import App, Source
 from jgraph.dashboard.guard import Guard
 from jgraph.dashboard.metrics import exposition
-from jgraph.errors import ConfigError, InsecureError, PortInUseError
+from jgraph.errors import ConfigError, InsecureError
+from jgraph.rpc.http_port import PlainProtocol, bound_socket, http_config
 
 PORT: Final = 8472
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
-_HEAD_BYTES: Final = 64 << 10
-_HEAD_S: Final = 10.0
 _CONNECTIONS: Final = 256
 _END_S: Final = 3
 
@@ -75,7 +71,13 @@ class DashboardServer:
             )
         for origin in options.embed_origins:
             _check_origin(origin)
-        self._socket = _bound(options.bind, options.port)
+        self._socket = bound_socket(
+            options.bind,
+            options.port,
+            "another dashboard may be there: name another with --port, or 0 for any "
+            "free one",
+        )
+        self._socket.listen(128)
         self.port = self._socket.getsockname()[1]
         token = secrets.token_urlsafe(32)
         if options.token_file is not None:
@@ -90,20 +92,12 @@ class DashboardServer:
         host = f"[{options.bind}]" if ":" in options.bind else options.bind
         self.url = f"http://{host}:{self.port}/#token={token}"
         self._app = App(source, guard, exposition(lambda: source.view(None)))
-        # Somebody may have typed the token where it does not belong: into a query.
-        logging.getLogger("uvicorn.access").disabled = True
-        config = uvicorn.Config(
+        config = http_config(
             self._app.asgi,
-            http=_PatientProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
+            PlainProtocol,
+            connections=_CONNECTIONS,
+            end_s=_END_S,
             date_header=False,
-            limit_concurrency=_CONNECTIONS,
-            h11_max_incomplete_event_size=_HEAD_BYTES,
-            timeout_graceful_shutdown=_END_S,
         )
         self._server = uvicorn.Server(config)
         self._app.streams.ends = lambda: self._server.should_exit
@@ -131,39 +125,6 @@ class DashboardServer:
     def stop(self) -> None:
         """Ends ``run``, soon; from any thread."""
         self._server.should_exit = True
-
-
-@final
-class _PatientProtocol(H11Protocol):
-    """Gives a connection up on which no request came whole for ten seconds."""
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._head = self.loop.call_later(_HEAD_S, self._give_up)
-
-    def _give_up(self) -> None:
-        if getattr(self, "cycle", None) is None and not self.transport.is_closing():
-            self.transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._head.cancel()
-        super().connection_lost(exc)
-
-
-def _bound(bind: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((bind, port))
-    except OSError as error:
-        listening.close()
-        raise PortInUseError(
-            f"cannot listen at {bind}:{port}: {error.strerror}; another dashboard may "
-            "be there: name another with --port, or 0 for any free one"
-        ) from error
-    listening.listen(128)
-    return listening
 
 
 def _write_secret(path: Path, token: str) -> None:

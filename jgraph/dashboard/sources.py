@@ -10,7 +10,7 @@ from jgraph.client.inspect import ClusterInspector
 from jgraph.clock import WallClock
 from jgraph.dashboard.journaled_board import JournaledBoard, ReplayedBoard
 from jgraph.dashboard.poll import Poller
-from jgraph.errors import DashboardRequestError
+from jgraph.errors import HttpRequestError
 
 
 @final
@@ -130,8 +130,6 @@ class ReplaySource:
         """Refuses: a journal has no logs.
 
         Raises:
-          DashboardRequestError: always.
+          HttpRequestError: always.
         """
-        raise DashboardRequestError(
-            "a journal has the facts of tasks and not their logs"
-        )
+        raise HttpRequestError("a journal has the facts of tasks and not their logs")

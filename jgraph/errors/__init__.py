@@ -36,7 +36,7 @@
     │   ├── ModelNotFoundError        JG-601  no such model, version or label
     │   ├── ModelInputError           JG-603  inputs that are not those of the model
     │   ├── ArtifactError             JG-611  an exported model that cannot be used
-    │   ├── DashboardRequestError     JG-621  a request that a dashboard refuses
+    │   ├── HttpRequestError          JG-621  a request that a port for HTTP refuses
     │   └── JournalError              JG-622  no journal of a dashboard
     ├── ClusterError            the cluster cannot do it now
     │   ├── ClusterUnreachableError   JG-101  nothing listens there

@@ -237,14 +237,15 @@ class ClusterBusyError(UserError):
     code = "JG-501"
 
 
-class DashboardRequestError(UserError):
-    """A request that a dashboard refuses.
+class HttpRequestError(UserError):
+    """A request that a port for HTTP refuses, whatever it asks.
 
-    A path that it does not have, a method that changes something, a host name that is
-    not its own, a page of another site, or a dashboard that a browser may not reach.
+    A path that it does not have, a method that it does not take, a host name that is
+    not its own, a page of another site, a content type that it cannot read, or a head
+    or body that does not come in time.
 
-    What to do: open the address that `jgraph dashboard` printed; name a further host
-    name with ``--allowed-host``.
+    What to do: ask the address that was printed when the server or dashboard started;
+    name a further host name of a dashboard with ``--allowed-host``.
     """
 
     code = "JG-621"

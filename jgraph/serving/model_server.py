@@ -5,7 +5,6 @@ import ipaddress
 import json
 import logging
 import os
-import socket
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -64,6 +63,7 @@ class ModelServer:
       watch_s: how often to look for new versions and labels.
       allow_control: callers may load and unload models.
       max_message: bytes of a request.
+      max_connections: over HTTP; more are refused until one of them ends.
 
     Raises:
       ConfigError: there are no models, or a package is missing.
@@ -95,13 +95,15 @@ class ModelServer:
         watch_s: float = 2.0,
         allow_control: bool = False,
         max_message: int = MAX_MESSAGE,
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         self.path = Path(path).expanduser().absolute()
         self._bind = bind
-        self._tls = tls
+        self._tls = tls and tuple(Path(path).expanduser() for path in tls)
         self._watch_s = watch_s
         self._allow_control = allow_control
         self._max_message = max_message
+        self._max_connections = max_connections
         self._check(insecure_i_accept=insecure_i_accept)
         self.token = _token(token_file)
         self._cache = CompileCache()
@@ -131,6 +133,8 @@ class ModelServer:
                 "tls=(certificate, key) (--tls-cert, --tls-key), or say "
                 "--insecure-i-accept in a network that is yours alone"
             )
+        for path in self._tls or ():
+            _read(path)
 
     @property
     def _is_loopback(self) -> bool:
@@ -184,6 +188,7 @@ class ModelServer:
         try:
             import uvicorn
 
+            from jgraph.rpc.http_port import bound_socket, fast_protocol, http_config
             from jgraph.serving.oip_http import HttpDoor, http_app
             from jgraph.serving.tf_http import TensorFlowRoutes
         except ImportError as error:
@@ -198,19 +203,15 @@ class ModelServer:
             is_loopback=self._is_loopback,
         )
         files = self._tls and [os.fspath(path) for path in self._tls]
-        config = uvicorn.Config(
+        config = http_config(
             http_app(door, TensorFlowRoutes(door).routes()),
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            limit_concurrency=MAX_CONNECTIONS,
-            timeout_graceful_shutdown=int(GRACE_S),
+            fast_protocol(),
+            connections=self._max_connections,
+            end_s=GRACE_S,
             ssl_certfile=files[0] if files else None,
             ssl_keyfile=files[1] if files else None,
         )
-        listening = _socket(self._bind, port)
+        listening = bound_socket(self._bind, port, "is another server there?")
         self.http_port = listening.getsockname()[1]
         self._uvicorn = uvicorn.Server(config)
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[listening]))
@@ -447,21 +448,6 @@ def _token(given: str | Path | None) -> Token:
 
 def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _socket(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
-    except OSError as error:
-        made.close()
-        raise PortInUseError(
-            f"cannot listen at {_address(host, port)}: {error.strerror}; is another "
-            "server there?"
-        ) from error
-    return made
 
 
 def _read(path: str | os.PathLike[str]) -> bytes:

@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jgraph import __version__
-from jgraph.errors import MessageTooLargeError, ModelInputError
+from jgraph.errors import HttpRequestError, MessageTooLargeError, ModelInputError
 from jgraph.rpc.security.token import METADATA_KEY, Token
 from jgraph.serving.inference import (
     EXTENSIONS,
@@ -160,9 +160,17 @@ def refusal(error: BaseException) -> Response:
     return JSONResponse(body, told.http_status, headers)
 
 
-def said(status: int, what: str) -> Response:
-    """Returns an answer that says what is wrong."""
-    return JSONResponse({"error": what}, status)
+def said(status: int, what: str, headers: Mapping[str, str] | None = None) -> Response:
+    """Returns an answer that says what HTTP itself finds wrong."""
+    error = HttpRequestError(what)
+    return JSONResponse({"error": str(error), "code": error.code}, status, headers)
+
+
+def _no_such_route(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)  # it is called for no other
+    told = {404: "this server has no such path", 405: "the path takes other methods"}
+    what = told.get(error.status_code, error.detail)
+    return said(error.status_code, what, error.headers)
 
 
 def parsed(body: bytes, *, allows_nan: bool) -> dict[str, Any]:
@@ -471,10 +479,5 @@ def http_app(door: HttpDoor, more: list[Route]) -> ASGIApp:
         *more,
         _route("GET", "/metrics", scraped),
     ]
-    app = Starlette(
-        routes=routes,
-        exception_handlers={
-            HTTPException: lambda _, error: said(error.status_code, error.detail)
-        },
-    )
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _no_such_route})
     return door.guarding(app)

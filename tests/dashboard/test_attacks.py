@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 import pytest
 from starlette.types import Message
 
-from jgraph.dashboard import serve, stream
+from jgraph.dashboard import stream
 from jgraph.dashboard.serve import DashboardServer, Options
 from jgraph.errors import ConfigError, InsecureError, PortInUseError
+from jgraph.rpc import http_port
 from tests.support.dashboards import Imagined, scene, serving
 
 
@@ -114,10 +115,22 @@ def test_a_websocket_is_not_opened(server: DashboardServer) -> None:
 def test_who_sends_half_a_request_is_given_up(
     server: DashboardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "_HEAD_S", 0.05)
+    monkeypatch.setattr(http_port, "HEAD_S", 0.05)
+    assert status(said(server, b"GET / HTTP/1.1\r\nHost: 127")) == 408
+    assert said(server, b"") == b""
+
+
+def test_who_sends_half_of_a_second_request_is_given_up(
+    server: DashboardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_port, "HEAD_S", 0.5)
+    whole = f"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as made:
-        made.sendall(b"GET / HTTP/1.1\r\nHost: 127")
-        assert made.recv(100) == b""
+        made.sendall(whole.encode())
+        while b'{"alive":true}' not in (heard := made.recv(4096)):
+            assert heard
+        made.sendall(b"G")
+        assert status(made.recv(4096)) == 408
 
 
 def test_more_streams_than_there_may_be_are_refused_in_words(

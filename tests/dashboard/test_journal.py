@@ -15,7 +15,7 @@ from jgraph.dashboard.journal import HEAD, JournalReader, JournalWriter, parts_o
 from jgraph.dashboard.journaled_board import JournaledBoard, ReplayedBoard
 from jgraph.dashboard.merge_patch import difference, patched
 from jgraph.dashboard.sources import ReplaySource
-from jgraph.errors import DashboardRequestError, JournalError
+from jgraph.errors import HttpRequestError, JournalError
 from tests.support.board_facts import START, status
 from tests.support.dashboards import scene
 
@@ -61,7 +61,7 @@ def test_a_replay_has_no_logs_and_says_so(tmp_path: Path) -> None:
     path = tmp_path / "board.jsonl"
     JournalWriter(path).close()
     source = ReplaySource(path)
-    with pytest.raises(DashboardRequestError, match="not their logs"):
+    with pytest.raises(HttpRequestError, match="not their logs"):
         source.log("/job:ps/task:0", 0, 10)
     assert source.config()["kind"] == "replay"
 

@@ -15,19 +15,20 @@ import pytest
 
 import jgraph as jg
 from jgraph.errors import (
+    CertificateError,
     ConfigError,
     DeadlineError,
     InsecureError,
     ModelInputError,
-    OverloadedError,
 )
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.security.certificates import make_certificates
 from jgraph.rpc.security.token import Token
+from jgraph.serving import oip_http
 from jgraph.serving._pb import inference_pb2 as pb
 from jgraph.serving.model_options import ModelOptions
 from tests.support.exported import half_plus_three
-from tests.support.http_calls import call
+from tests.support.http_calls import call, connected, heard, infer
 
 pytestmark = pytest.mark.bad_input_row(24)
 INFER = "/v2/models/half_plus_three/infer"
@@ -128,20 +129,47 @@ def test_what_there_is_not_is_told_with_what_there_is(
 
 
 @pytest.mark.parametrize(
-    ("headers", "status"),
+    ("headers", "status", "code"),
     [
-        ({"Host": "evil.example"}, 421),
-        ({"Content-Type": "text/plain"}, 415),
-        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
-        ({"Content-Encoding": "gzip"}, 415),
-        ({"Authorization": "Bearer x"}, 401),
-        ({"Authorization": ""}, 401),
+        ({"Host": "evil.example"}, 421, "JG-621"),
+        ({"Content-Type": "text/plain"}, 415, "JG-621"),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415, "JG-621"),
+        ({"Content-Encoding": "gzip"}, 415, "JG-621"),
+        ({"Authorization": "Bearer x"}, 401, "JG-114"),
+        ({"Authorization": ""}, 401, "JG-114"),
     ],
 )
 def test_who_may_not_ask_is_told_so_before_the_body_is_read(
-    headers: dict[str, str], status: int, server: jg.ModelServer
+    headers: dict[str, str], status: int, code: str, server: jg.ModelServer
 ) -> None:
-    assert call(server, "POST", INFER, {"inputs": [GOOD]}, headers)[0] == status
+    told, answer, _ = call(server, "POST", INFER, {"inputs": [GOOD]}, headers)
+    assert (told, answer["code"]) == (status, code)
+    assert answer["error"].startswith(f"{code} ")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v3", 404), ("GET", INFER, 405), ("DELETE", "/v2", 405)],
+)
+def test_a_path_or_method_that_is_not_taken_is_told_with_a_code(
+    method: str, path: str, status: int, server: jg.ModelServer
+) -> None:
+    told, answer, headers = call(server, method, path)
+    assert (told, answer["code"]) == (status, "JG-621")
+    assert ("allow" in headers) is (status == 405)
+
+
+def test_a_body_that_does_not_come_in_time_is_told_with_a_code(
+    server: jg.ModelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oip_http, "BODY_S", 0.05)
+    with connected(server) as pipe:
+        head = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        head += f"Authorization: Bearer {server.token.value}\r\nContent-Length: 9\r\n"
+        pipe.sendall(f"{head}\r\n[".encode())
+        told = heard(pipe)
+    assert told.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(told.partition(b"\r\n\r\n")[2])["code"] == "JG-621"
 
 
 @pytest.mark.parametrize(
@@ -173,22 +201,6 @@ def infer_request(**change: Any) -> pb.ModelInferRequest:
     return request
 
 
-def ask(
-    server: jg.ModelServer, request: pb.ModelInferRequest, timeout_s: float = 20
-) -> pb.ModelInferResponse:
-    with grpc.insecure_channel(server.grpc_target) as channel:
-        method = channel.unary_unary(
-            "/inference.GRPCInferenceService/ModelInfer",
-            request_serializer=pb.ModelInferRequest.SerializeToString,
-            response_deserializer=pb.ModelInferResponse.FromString,
-        )
-        metadata = server.token.metadata
-        answer: pb.ModelInferResponse = method(
-            request, timeout=timeout_s, metadata=metadata
-        )
-        return answer
-
-
 @pytest.mark.parametrize(
     ("change", "raw"),
     [
@@ -208,7 +220,7 @@ def test_a_message_whose_parts_do_not_fit_is_an_invalid_argument(
     del request.raw_input_contents[:]
     request.raw_input_contents.extend([np.float32(1).tobytes()] * raw)
     with pytest.raises(grpc.RpcError) as failed:
-        ask(server, request)
+        infer(server, request)
     assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (failed.value.details() or "").startswith("JG-603")
 
@@ -216,7 +228,7 @@ def test_a_message_whose_parts_do_not_fit_is_an_invalid_argument(
 def test_contents_are_answered_as_contents(server: jg.ModelServer) -> None:
     request = infer_request(contents=pb.InferTensorContents(fp32_contents=[1.0]))
     del request.raw_input_contents[:]
-    answer = ask(server, request)
+    answer = infer(server, request)
     assert list(answer.outputs[0].contents.fp32_contents) == [3.5]
 
 
@@ -228,17 +240,17 @@ def test_a_deadline_of_nothing_is_told(server: jg.ModelServer) -> None:
     assert (status, answer["code"]) == (504, "JG-133")
 
 
-def test_a_full_queue_is_no_outage(tmp_path: Any) -> None:
+def test_more_rows_than_may_wait_are_too_many_for_one_request(tmp_path: Any) -> None:
     half_plus_three(tmp_path)
-    options = "[batching]\nmax_rows = 2\nmax_queued_rows = 4\nmax_delay_ms = 60000\n"
+    options = "[batching]\nmax_rows = 2\nmax_queued_rows = 4\n"
     (tmp_path / "half_plus_three" / "model.toml").write_text(options)
     with jg.serve(tmp_path) as server:
         assert server.predict("half_plus_three", [1, 2])["y"].tolist() == [3.5, 4.0]
         with pytest.raises(jg.errors.MessageTooLargeError, match="5 rows, and 4"):
             server.predict("half_plus_three", [1] * 5)
         body = {"inputs": [{**GOOD, "shape": [5], "data": [1] * 5}]}
-        assert call(server, "POST", INFER, body)[0] == 413
-        assert call(server, "GET", "/v2/health/ready")[0] == 200
+        status, answer, _ = call(server, "POST", INFER, body)
+        assert (status, answer["code"]) == (413, "JG-402")
 
 
 def test_control_needs_leave(models: Any) -> None:
@@ -254,6 +266,8 @@ def test_a_server_does_not_let_strangers_in_by_mistake(
 ) -> None:
     with pytest.raises(InsecureError, match="--tls-cert"):
         jg.serve(models, bind="0.0.0.0")
+    with pytest.raises(CertificateError, match="No such file"):
+        jg.serve(models, grpc_port=None, tls=(tmp_path / "a.crt", tmp_path / "a.key"))
     token = Token.make(tmp_path / "token")
     monkeypatch.setenv("JGRAPH_TOKEN_FILE", str(token.path))
     with pytest.raises(ConfigError, match="token of a cluster"):
@@ -328,14 +342,6 @@ def test_one_bad_request_of_many_hurts_nobody(server: jg.ModelServer) -> None:
     for thread in threads:
         thread.join(60)
     assert not wrong
-
-
-def test_an_overload_says_when_to_come_again() -> None:
-    error = OverloadedError("full", retry_after_s=3)
-    from jgraph.serving.refusals import Refusal
-
-    refusal = Refusal(error)
-    assert (refusal.http_status, refusal.retry_after_s) == (429, 3)
 
 
 def test_with_a_certificate_both_protocols_speak_tls_only(
