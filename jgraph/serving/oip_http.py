@@ -4,7 +4,7 @@ import asyncio
 import functools
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, TypeAlias, TypeVar, final
 
 import numpy as np
 from starlette.applications import Starlette
@@ -47,6 +47,7 @@ _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _TYPES: Final = ("application/json", "application/octet-stream")
 _FORM: Final = "application/x-www-form-urlencoded"
 _WIDE: Final = {"float16": np.float32, "bfloat16": np.float32}
+T = TypeVar("T")
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
@@ -129,6 +130,32 @@ class HttpDoor:
         except TimeoutError:
             raise HTTPException(408, f"the body was not here in {BODY_S:g} s") from None
         return b"".join(chunks)
+
+
+async def while_there(request: Request, answer: Awaitable[T]) -> T:
+    """Returns an answer, which is given up when the caller hangs up.
+
+    Raises:
+      ClientDisconnect: it did.
+    """
+    waiting = asyncio.timeout(None)
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        waiting.reschedule(0.0)
+
+    try:
+        async with waiting:
+            watching = asyncio.create_task(watch())
+            try:
+                return await answer
+            finally:
+                watching.cancel()
+    except TimeoutError:
+        if not waiting.expired():
+            raise
+        raise ClientDisconnect from None
 
 
 def refusing(handler: Handler) -> Handler:
@@ -328,9 +355,10 @@ class InferenceRoutes:
             values = _inputs(asked, binary, signature)
             wanted = _wanted(asked, options)
             timeout_s = asked_timeout(options.get("timeout"), None)
-            answer = await self._models.answer(
+            asked_for = self._models.answer(
                 version, function, values, wanted, timeout_s
             )
+            answer = await while_there(request, asked_for)
         are_binary = options.get("binary_data_output") is True
         return _response(name, number, answer, wanted, are_binary=are_binary)
 

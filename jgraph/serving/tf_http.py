@@ -17,6 +17,7 @@ from jgraph.serving.oip_http import (
     parsed,
     refusing,
     version_of,
+    while_there,
 )
 from jgraph.serving.signature import Array, Signature, array_of_numbers, listed
 
@@ -97,7 +98,8 @@ class TensorFlowRoutes:
             signature = signature_of(version, name)
             by_rows = "instances" in body
             values = _by_rows(body, signature) if by_rows else _by_name(body, signature)
-            answer = await self._models.answer(version, name, values)
+            asked_for = self._models.answer(version, name, values)
+            answer = await while_there(request, asked_for)
         # As TensorFlow writes them: NaN and Infinity are words.
         told = {"predictions": _rows(answer)} if by_rows else {"outputs": _all(answer)}
         return Response(json.dumps(told), media_type="application/json")

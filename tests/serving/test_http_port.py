@@ -19,6 +19,7 @@ from tests.support.http_calls import call, connected, heard, infer, queued
 
 pytestmark = pytest.mark.bad_input_row(24)
 INFER = "/v2/models/half_plus_three/infer"
+PREDICT = "/v1/models/half_plus_three:predict"
 BODY = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}]}
 PATIENT = "max_rows = 8\nmax_delay_ms = 60000\ntimeout_ms = 60000\n"
 
@@ -41,6 +42,19 @@ def request_of(server: jg.ModelServer, path: str, body: Any) -> bytes:
         f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     )
     return head.encode() + data
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(INFER, BODY), (PREDICT, {"instances": [1.0]})]
+)
+def test_a_caller_that_hangs_up_takes_its_request_out_of_the_queue(
+    path: str, body: Any, tmp_path: Path
+) -> None:
+    with patient(tmp_path) as server:
+        with connected(server) as pipe:
+            pipe.sendall(request_of(server, path, body))
+            assert queued(server, 1)
+        assert queued(server, 0)
 
 
 def test_a_full_queue_is_told_with_when_to_come_again_over_both_protocols(
