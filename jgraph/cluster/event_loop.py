@@ -66,11 +66,15 @@ def start(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
     return asyncio.run_coroutine_threadsafe(coroutine, event_loop())
 
 
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
+def run(coroutine: Coroutine[Any, Any, T], what: str = "waiting for the cluster") -> T:
     """Runs a coroutine on the loop and waits for its result.
 
     The coroutine keeps its own deadline. An interrupt (Ctrl-C, a stopped notebook
     cell) cancels it and is raised here.
+
+    Args:
+      coroutine: what to run.
+      what: is shown while that takes long.
     """
     future = start(coroutine)
     try:
@@ -79,7 +83,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         except TimeoutError:  # of this wait, or the coroutine's own
             if future.done():
                 return future.result()
-        with show_wait("waiting for the cluster"):
+        with show_wait(what):
             return future.result()
     except BaseException:
         if not future.done():

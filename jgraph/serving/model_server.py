@@ -117,7 +117,7 @@ class ModelServer:
         self.http_port: int | None = http_port
         self.grpc_port: int | None = grpc_port
         try:
-            event_loop.run(self._start())
+            event_loop.run(self._start(), "loading models")
         except BaseException:
             self.stop()
             raise
@@ -248,7 +248,7 @@ class ModelServer:
             await self._look()
             await self._settled()
 
-        event_loop.run(refreshed())
+        event_loop.run(refreshed(), "loading new versions of models")
         return self
 
     @property
@@ -302,7 +302,7 @@ class ModelServer:
                 )
             return {spec.name: value for spec, value in answer.outputs}
 
-        return event_loop.run(asked())
+        return event_loop.run(asked(), f"waiting for an answer of {model}")
 
     def curl(self, model: str) -> str:
         """Returns a command line that asks a model, with its example.
@@ -358,7 +358,7 @@ class ModelServer:
           drain_s: how long to go on as usual after it has said that it is not ready,
             which whoever sends requests here has to notice first.
         """
-        event_loop.run(self._stop(drain_s))
+        event_loop.run(self._stop(drain_s), "ending the model server")
         self._loader.shutdown(wait=False)
         self._threads.shutdown(wait=False)
 

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jgraph as jg
+from jgraph.cluster import event_loop
 from jgraph.rpc import http_port
 from jgraph.serving._pb import inference_pb2 as pb
 from tests.support.exported import half_plus_three
@@ -174,3 +175,22 @@ def test_more_connections_than_there_may_be_are_refused_and_others_go_on(
         assert json.loads(told.partition(b"\r\n\r\n")[2])["code"] == "JG-604"
         kept.sendall(get)
         assert kept.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_wait_for_a_model_server_names_it(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def show(what: str) -> Any:
+        said.append(what)
+        return nullcontext()
+
+    monkeypatch.setattr(event_loop, "QUIET_S", 0.0)
+    monkeypatch.setattr(event_loop, "show_wait", show)
+    with jg.serve(models, watch_s=3600) as server:
+        server.refresh()
+        server.predict("half_plus_three", [1.0])
+    assert len(said) >= 3
+    assert "waiting for the cluster" not in said
+    assert said[-1] == "ending the model server"
