@@ -17,6 +17,7 @@ from jgraph.serving.served_model import ServedModel, ServedVersion
 from jgraph.serving.signature import Array, Signature, TensorSpec, short
 
 PLATFORM: Final = "jax_stablehlo"
+_LONGEST_S: Final = 86_400
 EXTENSIONS: Final = ("binary_tensor_data", "model_repository", "statistics")
 
 
@@ -112,7 +113,7 @@ class Models:
         inputs, rows = one.ordered(values)
         places = one.chosen(outputs)
         now = self.clock.now()
-        deadline = now + min(timeout_s or version.timeout_s, 86_400.0)
+        deadline = now + min(timeout_s or version.timeout_s, _LONGEST_S)
         queue = version.queues[signature or version.loaded.default]
         found = await queue.answer(inputs, rows, deadline)
         return Answer(version.number, [(one.outputs[n], found[n]) for n in places])
@@ -231,7 +232,7 @@ def asked_timeout(timeout_us: object, left_s: float | None) -> float | None:
         return left_s
     if isinstance(timeout_us, bool) or not isinstance(timeout_us, int | float):
         raise ModelInputError("the parameter 'timeout' is a number of microseconds")
-    asked_s = timeout_us / 1e6
+    asked_s = max(0, min(timeout_us, _LONGEST_S * 1_000_000)) / 1e6
     if not asked_s > 0:
         return left_s
     return asked_s if left_s is None else min(left_s, asked_s)

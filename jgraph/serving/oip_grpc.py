@@ -144,10 +144,10 @@ class InferenceService:
     ) -> pb.ModelInferResponse:
         model = self._models.model(request.model_name)
         with model.routed(request.model_version, request.id) as version:
-            options = _parameters(request.parameters)
+            options = parameters_of(request.parameters)
             name = str(options.get("signature_name", ""))
             signature = signature_of(version, name)
-            values = _inputs(request, signature)
+            values = inputs_of(request, signature)
             outputs = [one.name for one in request.outputs]
             timeout_s = asked_timeout(options.get("timeout"), left_s)
             answer = await self._models.answer(
@@ -230,7 +230,8 @@ class InferenceService:
         return pb.RepositoryModelUnloadResponse()
 
 
-def _parameters(found: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
+def parameters_of(found: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
+    """Returns the parameters that have a value."""
     return {
         name: getattr(one, kind)
         for name, one in found.items()
@@ -238,7 +239,12 @@ def _parameters(found: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
     }
 
 
-def _inputs(request: pb.ModelInferRequest, signature: Signature) -> dict[str, Array]:
+def inputs_of(request: pb.ModelInferRequest, signature: Signature) -> dict[str, Array]:
+    """Returns the inputs of a request.
+
+    Raises:
+      ModelInputError: they are not what the model takes.
+    """
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise ModelInputError(

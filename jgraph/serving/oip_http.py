@@ -341,9 +341,8 @@ class InferenceRoutes:
 
     async def _infer(self, request: Request) -> Response:
         name, body = request.path_params["model"], await self._door.body(request)
-        header, binary = _cut(request, body)
-        asked = parsed(header, allows_nan=False)
-        options = _dict(asked, "parameters")
+        asked, binary = decoded(body, request.headers.get(HEADER_LENGTH))
+        options = object_in(asked, "parameters")
         number = asked.get("id", "")
         if not isinstance(number, str):
             raise ModelInputError("'id' is a string")
@@ -352,8 +351,8 @@ class InferenceRoutes:
         with model.routed(version_of(request), key) as version:
             function = str(options.get("signature_name", ""))
             signature = signature_of(version, function)
-            values = _inputs(asked, binary, signature)
-            wanted = _wanted(asked, options)
+            values = inputs_of(asked, binary, signature)
+            wanted = wanted_outputs(asked, options)
             timeout_s = asked_timeout(options.get("timeout"), None)
             asked_for = self._models.answer(
                 version, function, values, wanted, timeout_s
@@ -367,21 +366,34 @@ def _route(method: str, path: str, handler: Handler) -> Route:
     return Route(path, refusing(handler), methods=[method])
 
 
-def _cut(request: Request, body: bytes) -> tuple[bytes, memoryview]:
-    """Returns the JSON of a body, and the tensors after it."""
-    told = request.headers.get(HEADER_LENGTH)
-    if told is None:
-        return body, memoryview(b"")
-    if not told.isascii() or not told.isdigit() or not int(told[:19]) <= len(body):
-        raise ModelInputError(
-            f"Inference-Header-Content-Length is '{told:.40}', and the body has "
-            f"{len(body)} bytes"
-        )
-    length = int(told)
-    return body[:length], memoryview(body)[length:]
+def decoded(body: bytes, told: str | None) -> tuple[dict[str, Any], memoryview]:
+    """Returns the JSON of a body, and the tensors after it.
+
+    Args:
+      body: of a request.
+      told: how long the JSON is, if there may be something after it.
+
+    Raises:
+      ModelInputError: it is none, or not so long.
+    """
+    length = len(body)
+    if told is not None:
+        is_number = told.isascii() and told.isdigit() and len(told) < 20
+        if not is_number or int(told) > length:
+            raise ModelInputError(
+                f"Inference-Header-Content-Length is '{told:.40}', and the body has "
+                f"{length} bytes"
+            )
+        length = int(told)
+    return parsed(body[:length], allows_nan=False), memoryview(body)[length:]
 
 
-def _dict(found: dict[str, Any], name: str) -> dict[str, Any]:
+def object_in(found: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns an object of an object; an empty one if there is none.
+
+    Raises:
+      ModelInputError: it is something else.
+    """
     value = found.get(name, {})
     if not isinstance(value, dict):
         raise ModelInputError(f"'{name}' is an object")
@@ -395,9 +407,14 @@ def _list(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return value
 
 
-def _inputs(
+def inputs_of(
     asked: dict[str, Any], binary: memoryview, signature: Signature
 ) -> dict[str, Array]:
+    """Returns the inputs of a request, from its JSON and the tensors after it.
+
+    Raises:
+      ModelInputError: they are not what the model takes.
+    """
     values: dict[str, Array] = {}
     for one in _list(asked, "inputs"):
         spec = signature.input(str(one.get("name")))
@@ -409,7 +426,7 @@ def _inputs(
         ):
             raise ModelInputError(f"the shape of '{spec.name}' is a list of sizes")
         datatype = str(one.get("datatype"))
-        size = _dict(one, "parameters").get("binary_data_size")
+        size = object_in(one, "parameters").get("binary_data_size")
         if size is None:
             value = _from_json(spec, datatype, shape, one.get("data"))
         else:
@@ -441,15 +458,19 @@ def _from_json(spec: TensorSpec, datatype: str, shape: list[int], data: Any) -> 
     return value.reshape(shape)
 
 
-def _wanted(asked: dict[str, Any], options: dict[str, Any]) -> dict[str, bool]:
-    """Returns the outputs that are asked for, and whether as binary data."""
+def wanted_outputs(asked: dict[str, Any], options: dict[str, Any]) -> dict[str, bool]:
+    """Returns the outputs that are asked for, and whether as binary data.
+
+    Raises:
+      ModelInputError: one is named twice.
+    """
     default = options.get("binary_data_output") is True
     wanted: dict[str, bool] = {}
     for one in _list(asked, "outputs"):
         name = str(one.get("name"))
         if name in wanted:
             raise ModelInputError(f"the output '{name:.80}' is named twice")
-        wanted[name] = _dict(one, "parameters").get("binary_data", default) is True
+        wanted[name] = object_in(one, "parameters").get("binary_data", default) is True
     return wanted
 
 

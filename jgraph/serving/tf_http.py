@@ -82,27 +82,47 @@ class TensorFlowRoutes:
         return JSONResponse({"model_version_status": rows})
 
     async def _predict(self, request: Request) -> Response:
-        body = parsed(await self._door.body(request), allows_nan=True)
-        if unknown := body.keys() - _KEYS:
-            raise ModelInputError(
-                f"'{min(unknown):.40}' is none of {', '.join(sorted(_KEYS))}"
-            )
-        if ("instances" in body) == ("inputs" in body):
-            raise ModelInputError("send 'instances' or 'inputs', one of them")
+        body = decoded(await self._door.body(request))
         model = self._models.model(request.path_params["model"])
         key = request.headers.get(KEY, "")
         with model.routed(version_of(request), key) as version:
             name = body.get("signature_name", "")
-            if not isinstance(name, str):
-                raise ModelInputError("'signature_name' is a string")
             signature = signature_of(version, name)
-            by_rows = "instances" in body
-            values = _by_rows(body, signature) if by_rows else _by_name(body, signature)
+            values, by_rows = inputs_of(body, signature), "instances" in body
             asked_for = self._models.answer(version, name, values)
             answer = await while_there(request, asked_for)
         # As TensorFlow writes them: NaN and Infinity are words.
         told = {"predictions": _rows(answer)} if by_rows else {"outputs": _all(answer)}
         return Response(json.dumps(told), media_type="application/json")
+
+
+def decoded(body: bytes) -> dict[str, Any]:
+    """Returns the JSON of a request.
+
+    Raises:
+      ModelInputError: it is no request.
+    """
+    asked = parsed(body, allows_nan=True)
+    if unknown := asked.keys() - _KEYS:
+        raise ModelInputError(
+            f"'{min(unknown):.40}' is none of {', '.join(sorted(_KEYS))}"
+        )
+    if ("instances" in asked) == ("inputs" in asked):
+        raise ModelInputError("send 'instances' or 'inputs', one of them")
+    if not isinstance(asked.get("signature_name", ""), str):
+        raise ModelInputError("'signature_name' is a string")
+    return asked
+
+
+def inputs_of(asked: dict[str, Any], signature: Signature) -> dict[str, Array]:
+    """Returns the inputs of a request, which come by rows or by name.
+
+    Raises:
+      ModelInputError: they are not what the model takes.
+    """
+    if "instances" in asked:
+        return _by_rows(asked, signature)
+    return _by_name(asked, signature)
 
 
 def _by_name(body: dict[str, Any], signature: Signature) -> dict[str, Array]:

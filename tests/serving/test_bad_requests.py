@@ -91,6 +91,7 @@ def test_an_input_that_is_not_the_models_is_named(
         b'{"inputs": [{"name":"x","datatype":"FP32","shape":[1],"data":[1e400]}]}',
         b'{"parameters": [], "inputs": []}',
         b'{"parameters": {"timeout": "soon"}, "inputs": []}',
+        b'{"parameters": {"timeout": 1%s}, "inputs": []}' % (b"0" * 400),
     ],
 )
 def test_a_body_that_is_no_request_is_refused(
@@ -102,7 +103,9 @@ def test_a_body_that_is_no_request_is_refused(
     assert (status, answer["code"]) == (400, "JG-603")
 
 
-@pytest.mark.parametrize("length", ["-1", "999999", "x", "1e2", "²", "9" * 400])
+@pytest.mark.parametrize(
+    "length", ["-1", "999999", "x", "1e2", "²", "9" * 400, "0" * 5000]
+)
 def test_a_header_length_that_is_no_length_is_refused(
     length: str, server: jg.ModelServer
 ) -> None:

@@ -39,6 +39,10 @@ with atheris.instrument_imports(include=["jgraph"]):
         read_manifest,
     )
     from jgraph.server.replication.wal import LogWriter, read_log
+    from jgraph.serving import oip_grpc, oip_http, tf_http
+    from jgraph.serving._pb import inference_pb2
+    from jgraph.serving.inference import asked_timeout
+    from jgraph.serving.signature import Signature, TensorSpec
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -55,6 +59,16 @@ _PROGRAM, _CODE = encode_program(small())
 _ORDER: Final = pb.RegisterProgram(handle="h", program=_PROGRAM)
 _LEAF: Final = Leaf((2,), "float32", 2, (7,))
 _TABLE: Final = HashSpec("ads", (Column("rows", 16),), 1 << 20)
+_SIGNATURE: Final = Signature(
+    "0" * 64,
+    (
+        TensorSpec("x", "float32", (None, 2)),
+        TensorSpec("n", "int8", (None,)),
+        TensorSpec("b", "bool", (None,)),
+    ),
+    (),
+    is_batched=True,
+)
 _BEGIN: Final = BatchBook(_PLAN).position()
 
 
@@ -122,6 +136,26 @@ def position(data: bytes) -> None:
         BatchBook(_PLAN, json.loads(text_of(data)))
 
 
+def oip_json(data: bytes) -> None:
+    """A request over REST; its first bytes say how much of it is JSON."""
+    told, body = text_of(data[:4]).strip(), data[4:]
+    asked, binary = oip_http.decoded(body, told or None)
+    options = oip_http.object_in(asked, "parameters")
+    asked_timeout(options.get("timeout"), None)
+    oip_http.wanted_outputs(asked, options)
+    _SIGNATURE.ordered(oip_http.inputs_of(asked, binary, _SIGNATURE))
+
+
+def oip_message(data: bytes) -> None:
+    request = inference_pb2.ModelInferRequest.FromString(data)
+    asked_timeout(oip_grpc.parameters_of(request.parameters).get("timeout"), None)
+    _SIGNATURE.ordered(oip_grpc.inputs_of(request, _SIGNATURE))
+
+
+def tf_json(data: bytes) -> None:
+    _SIGNATURE.ordered(tf_http.inputs_of(tf_http.decoded(data), _SIGNATURE))
+
+
 def bytes_of(frame: Frame) -> bytes:
     return b"".join(encode(frame).pieces)
 
@@ -146,6 +180,35 @@ def text_of(data: bytes) -> str:
     return data.decode(errors="replace")
 
 
+def oip_request(*, raw: bool) -> bytes:
+    """Two rows, of which there are bytes, or numbers."""
+    request = inference_pb2.ModelInferRequest(model_name="m")
+    request.parameters["timeout"].int64_param = 1000
+    for spec, field, value in (
+        (_SIGNATURE.inputs[0], "fp32_contents", np.ones((2, 2), np.float32)),
+        (_SIGNATURE.inputs[1], "int_contents", np.ones(2, np.int8)),
+        (_SIGNATURE.inputs[2], "bool_contents", np.ones(2, np.bool_)),
+    ):
+        one = request.inputs.add(
+            name=spec.name, datatype=spec.datatype, shape=value.shape
+        )
+        if raw:
+            request.raw_input_contents.append(value.tobytes())
+        else:
+            getattr(one.contents, field).extend(value.ravel().tolist())
+    return request.SerializeToString()
+
+
+_OIP_JSON: Final = (
+    b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}, '
+    b'{"name": "n", "datatype": "INT8", "shape": [1], "data": [3]}, '
+    b'{"name": "b", "datatype": "BOOL", "shape": [1], "data": [true]}], '
+    b'"parameters": {"timeout": 1000}, "outputs": [{"name": "y"}]}'
+)
+_OIP_BINARY: Final = _OIP_JSON.replace(
+    b'"data": [1, 2]', b'"parameters": {"binary_data_size": 8}'
+)
+_TF_JSON: Final = b'{"instances": [{"x": [1, 2], "n": 3, "b": true}]}'
 _SPEC: Final = b'{"cluster": {"ps": ["a:1"], "worker": ["b:1", "b:2"]}}'
 DECODERS: Final[Mapping[str, tuple[Callable[[bytes], None], bytes]]] = {
     "frames": (frames, bytes_of(frame(empty=pb.Empty()))),
@@ -161,6 +224,11 @@ DECODERS: Final[Mapping[str, tuple[Callable[[bytes], None], bytes]]] = {
     "token": (token, b"0" * 64),
     "plan": (plan, json.dumps(_PLAN.to_dict()).encode()),
     "position": (position, json.dumps(_BEGIN).encode()),
+    "oip_json": (oip_json, b"    " + _OIP_JSON),
+    "oip_binary": (oip_json, b"%-4d" % len(_OIP_BINARY) + _OIP_BINARY + bytes(8)),
+    "oip_contents": (oip_message, oip_request(raw=False)),
+    "oip_raw": (oip_message, oip_request(raw=True)),
+    "tf_json": (tf_json, _TF_JSON),
 }
 """Each decoder, and bytes to begin with."""
 
