@@ -12,6 +12,7 @@ from jgraph.serving import oip_http, tf_http
 from jgraph.serving.inference import asked_timeout
 from jgraph.serving.signature import Signature, TensorSpec
 
+pytestmark = pytest.mark.bad_input_row(24)
 SIGNATURE = Signature(
     "0" * 64,
     (
