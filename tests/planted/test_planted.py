@@ -122,6 +122,27 @@ BUGS: Final = {
         "if now < 0.0:",
         f"{TRANSCRIPT}[run/election/who_is_not_reached]",
     ),
+    "a write among packed variables changes what a reader holds": Bug(
+        "runtime/store/slab.py",
+        "if is_seen or not on_cpu(self.value):",
+        "if not on_cpu(self.value):",
+        "tests/runtime/store/test_slab.py::"
+        "test_a_write_never_changes_what_a_reader_holds",
+    ),
+    "a packed variable is also taken by itself": Bug(
+        "plan/lowering/packed.py",
+        "if alone.isdisjoint(taken):",
+        "if True:",
+        "tests/plan/test_packing.py::"
+        "test_variable_that_something_else_takes_by_itself_lies_in_no_flat_array",
+    ),
+    "a packed update forgets that others lie in the array in another order": Bug(
+        "runtime/store/groups.py",
+        "if self._slab is not None and self._slab.is_whole:",
+        "if self._slab is not None:",
+        "tests/runtime/store/test_slab.py::"
+        "test_another_order_and_another_choice_find_the_same_values",
+    ),
     "two standbys take the same term": Bug(
         "coordination/run/election.py",
         "return TakeOver(newest + 1 + (self._number - newest - 1) % count)",

@@ -113,6 +113,17 @@ def test_an_update_never_changes_what_a_reader_of_one_holds(
     assert not store.read([MANY[3]])[0].any()
 
 
+def test_a_write_never_changes_what_a_reader_holds(store: VariableStore) -> None:
+    mine = group()
+    store.update(mine, NOTHING, doubled)
+    (view,), flat = store.read([MANY[3]]), store.read(mine)[0]
+    before = flat.copy()
+    store.write([MANY[3]], [np.zeros((4, 3), np.float32)])
+    assert view.tolist() == np.full((4, 3), 6).tolist()
+    np.testing.assert_array_equal(flat, before)
+    assert not store.read([MANY[3]])[0].any()
+
+
 def test_one_is_written_and_updated_among_the_others(store: VariableStore) -> None:
     mine = group()
     store.update(mine, NOTHING, doubled)
