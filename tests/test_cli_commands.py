@@ -182,7 +182,7 @@ def test_a_task_that_does_not_answer_stands_first(server: Server) -> None:
     with console.capture() as capture:
         console.print(seen(lost, lost, 1.0).shown())
     said = capture.get()
-    assert said.startswith(f"warning: {gone} does not answer (since ")
+    assert f" warning: {gone} does not answer; type: " in said.splitlines()[0]
     assert said.index("no answer") < said.rindex(task.task)
 
 
