@@ -372,7 +372,7 @@ def test_a_run_without_its_client_does_without_a_frozen_worker_until_it_wakes(
 
 
 def until_said(cluster: Cluster, servers: LocalCluster, text: str) -> None:
-    """Waits until the first ps, which is the master, has said something."""
+    """Waits until the master has said something."""
     tasks = servers.tasks()  # any of them may be the master now
     until(cluster, lambda run: any(text in servers.logs(t, tail=1000) for t in tasks))
 
