@@ -1,7 +1,5 @@
 """Packed variables and values: steps compute what they would compute one by one."""
 
-import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,44 +12,16 @@ import pytest
 import jgraph as jg
 from jgraph.plan.plan import Plan
 from jgraph.plan.program.nodes import ReadNode, SegmentNode, UnpackNode, packed_starts
-from jgraph.train.model.optimizer import CalledOptimizer
-from tests.support.every_optimizer import REQUIRED
+from tests.support.optimizer_steps import alias, aliases, optimizer_step
 from tests.support.plans import PS, WORKERS, check_plan, nodes_of
 
 SHAPES = [(5, 4), (3,), (2, 3, 4), (1,), (17,), (2, 2), (4, 8), (6,), (3, 3), (16,)]
 
-# What they need beside their required parameters.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "adafactor": {"min_dim_size_to_factor": 3},
-    "lbfgs": {"linesearch": None, "memory_size": 2},
-    "noisy_sgd": {"key": 0},
-}
 # What looks at more than one element, or at where it lies, runs on each by itself.
 NOT_ALIKE = {
     *("adafactor", "fromage", "lamb", "lars", "lbfgs", "noisy_sgd", "novograd"),
     "sm3",
 }
-
-
-def aliases() -> list[str]:
-    """Names of the functions of optax that make an optimizer."""
-    import optax._src.alias as made
-
-    return sorted(
-        name
-        for name, fn in inspect.getmembers(made, inspect.isfunction)
-        if fn.__module__ == made.__name__ and hasattr(optax, name)
-    )
-
-
-def alias(name: str) -> optax.GradientTransformation:
-    options = dict(OPTIONS.get(name, {}))
-    for parameter in inspect.signature(getattr(optax, name)).parameters.values():
-        if parameter.default is parameter.empty and parameter.name in REQUIRED:
-            options.setdefault(parameter.name, REQUIRED[parameter.name])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # still an alias
-        return getattr(optax, name)(**options)
 
 
 def planned(
@@ -73,22 +43,7 @@ def planned(
         jg.Variable(jax.tree_util.keystr(path), value, device=PS[n % ps])
         for n, (path, value) in enumerate(leaves)
     ]
-    tx = CalledOptimizer(tx)
-
-    def loss(params: Any, x: Any) -> Any:
-        return sum(jnp.sum(jnp.tanh(p * x) ** 2) for p in params.values())
-
-    def step(x: Any) -> Any:
-        now = jax.tree.unflatten(tree, [v[...] for v in variables])
-        with jg.device(WORKERS[0]):
-            value, grads = jax.value_and_grad(loss)(now["params"], x)
-        old = jax.tree.unflatten(tree, [v[...] for v in variables])
-        updates, opt = tx.update(grads, old["opt"], old["params"], value=value)
-        new = {"params": optax.apply_updates(old["params"], updates), "opt": opt}
-        for variable, leaf in zip(variables, jax.tree.leaves(new), strict=True):
-            variable[...] = leaf.astype(variable.dtype)
-        return value
-
+    step = optimizer_step(tx, variables, tree, WORKERS[0])
     return check_plan(step, jnp.float32(0.5), variables=variables, **kwargs)
 
 

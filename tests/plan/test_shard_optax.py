@@ -1,7 +1,6 @@
 """Every optimizer of optax means the same on sharded variables as on whole ones."""
 
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,38 +10,19 @@ import numpy as np
 import optax
 import pytest
 
-from jgraph.graph.device import device
 from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
-from jgraph.train.model.optimizer import CalledOptimizer
+from tests.support.optimizer_steps import alias, aliases, optimizer_step
 from tests.support.sharded import check_shard
 
 SHAPES = {"a": (5, 4), "b": (3,), "c": (2, 3, 4)}
 CUTS = {"a": [3, 1], "b": [2], "c": [1, 1, 2]}
 
-# What an optimizer needs beside its learning rate.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "adafactor": {"min_dim_size_to_factor": 3},
-    "lbfgs": {"linesearch": None, "memory_size": 2},
-    "noisy_sgd": {"key": 0},
-    "galore": {"rank": 2},
-    "sam": {"adv_optimizer": optax.sgd(0.01), "reset_state": False},
-}
 # Two of optax.contrib want what no step has: a function to evaluate, and gradients of
 # each example.
 NOT_IN_A_STEP = {"sophia", "dpsgd"}
-
-
-def aliases() -> list[str]:
-    """Names of the functions of optax that make an optimizer."""
-    import optax._src.alias as made
-
-    return sorted(
-        name
-        for name, fn in inspect.getmembers(made, inspect.isfunction)
-        if fn.__module__ == made.__name__ and hasattr(optax, name)
-    )
 
 
 def contributed() -> list[str]:
@@ -55,22 +35,6 @@ def contributed() -> list[str]:
         if {"learning_rate", "base_optimizer", "optimizer"} & parameters.keys()
         and name not in NOT_IN_A_STEP
     )
-
-
-def alias(name: str, module: Any = optax) -> optax.GradientTransformation:
-    make = getattr(module, name)
-    options = dict(OPTIONS.get(name, {}))
-    wanted = {
-        "learning_rate": 0.1,
-        "base_optimizer": optax.adam(0.1),
-        "optimizer": optax.adam(0.1),
-    }
-    for parameter in inspect.signature(make).parameters.values():
-        if parameter.default is parameter.empty and parameter.name in wanted:
-            options[parameter.name] = wanted[parameter.name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # still an alias
-        return make(**options)
 
 
 def state_of(tx: optax.GradientTransformation) -> tuple[list[Variable], Any, list[Any]]:
@@ -95,22 +59,7 @@ def state_of(tx: optax.GradientTransformation) -> tuple[list[Variable], Any, lis
 def step_graph(tx: optax.GradientTransformation) -> tuple[Graph, list[Any]]:
     """Returns a step as a Trainer traces it, and the values of its variables."""
     variables, tree, values = state_of(tx)
-    tx = CalledOptimizer(tx)
-
-    def loss(params: Any, x: Any) -> Any:
-        return sum(jnp.sum(jnp.tanh(p * x) ** 2) for p in params.values())
-
-    def step(x: Any) -> Any:
-        now = jax.tree.unflatten(tree, [v[...] for v in variables])
-        with device("/job:worker/task:0"):
-            value, grads = jax.value_and_grad(loss)(now["params"], x)
-        old = jax.tree.unflatten(tree, [v[...] for v in variables])
-        updates, opt = tx.update(grads, old["opt"], old["params"], value=value)
-        new = {"params": optax.apply_updates(old["params"], updates), "opt": opt}
-        for variable, leaf in zip(variables, jax.tree.leaves(new), strict=True):
-            variable[...] = leaf.astype(variable.dtype)
-        return value
-
+    step = optimizer_step(tx, variables, tree, TaskName("/job:worker/task:0"))
     return trace(step, jnp.float32(0.5), variables=variables)[0], values
 
 

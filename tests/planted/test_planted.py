@@ -124,8 +124,8 @@ BUGS: Final = {
     ),
     "a write among packed variables changes what a reader holds": Bug(
         "runtime/store/slab.py",
-        "if is_seen or not on_cpu(self.value):",
-        "if not on_cpu(self.value):",
+        "stays = not is_seen and on_cpu(self.value)",
+        "stays = on_cpu(self.value)",
         "tests/runtime/store/test_slab.py::"
         "test_a_write_never_changes_what_a_reader_holds",
     ),

@@ -238,6 +238,8 @@ def _rest(
         reads=tuple(v for v in segment.reads if v in used),
         inputs=tuple(v for v in segment.inputs if v in needed),
         outs=(*_numbers(groups), *segment.outs),
+        blind=(),  # whoever assembles the whole segment writes these
+        passed=(),
     )
 
 

@@ -109,7 +109,7 @@ class Entry:
     def put(self, value: Any, layout: Sharding | None = None) -> None:
         """Replaces the value; an array of JAX, if it does not lie in a slab."""
         if self.slab is not None and layout is None:
-            self.slab.write(self.place, value)
+            self.slab.write({self.place: value})
         else:
             self.put_alone(value, layout)
 

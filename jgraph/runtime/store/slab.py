@@ -8,14 +8,14 @@ as any other; whoever uses a slab whole holds the locks of all its entries.
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jgraph.plan.program.nodes import ValueType, packed_starts
+from jgraph.plan.program.row_values import packed
 from jgraph.runtime.store.tables import elements, on_cpu
 
 Array = np.ndarray[Any, Any]
@@ -65,20 +65,22 @@ class Slab:
         with self._lock:
             self.value, self._views = value, []
 
-    def write(self, place: int, value: Any) -> None:
-        """Replaces one value; nobody else sees a view of it change."""
-        start, array = self._starts[place], np.asarray(value).reshape(-1)
-        stop = start + array.size
+    def write(self, values: Mapping[int, Any]) -> None:
+        """Replaces values, by their places; nobody sees a view of one change."""
+        if len(values) == len(self.types):
+            parts = [np.asarray(values[place]) for place in range(len(values))]
+            self.put(jax.device_put(packed(parts, self.types)))
+            return
         with self._lock:
             is_seen = any(ref() is not None for ref in self._views)
-            if is_seen or not on_cpu(self.value):
-                copy = np.array(self.value)
-                copy[start:stop] = array
-                self.value, self._views = jnp.asarray(copy), []
-                return
-            memory = elements(self.value)
+            stays = not is_seen and on_cpu(self.value)
+            memory = elements(self.value) if stays else np.array(self.value)
             assert memory is not None  # no dtype of a slab is packed in bytes
-            memory[start:stop] = array
+            for place, value in values.items():
+                start, part = self._starts[place], np.reshape(value, -1)
+                memory[start : start + part.size] = part
+            if not stays:
+                self.value, self._views = jax.device_put(memory), []
 
 
 def view_of(array: jax.Array) -> Array:

@@ -46,6 +46,7 @@ from jgraph.runtime.compute_errors import as_error
 from jgraph.runtime.store.entry import Entry, HashEntry, RowsOf, held, padded_rows
 from jgraph.runtime.store.groups import GroupEntries, PackedRun, VariableGroup
 from jgraph.runtime.store.hash_shard import HashShard
+from jgraph.runtime.store.slab import Slab
 from jgraph.runtime.store.undo import Undo, keep_rows, keep_values
 
 Key: TypeAlias = tuple[str, str]
@@ -165,28 +166,27 @@ class VariableStore:
             for variable in variables:
                 self._check_type(variable)
             known = {k: self._entries[k] for k in keys if k in self._entries}
-        # What lies in a slab is copied there as it is; others, before anybody waits.
-        arrays = [
-            value
-            if k in known and known[k].slab is not None
-            else _as_jax(variable, value, owned=n in owned)
-            for n, (k, variable, value) in enumerate(
-                zip(keys, variables, values, strict=True)
-            )
-        ]
+        # What lies in a slab is copied there; what does not, before anybody waits.
+        arrays = {
+            n: _as_jax(variable, value, owned=n in owned)
+            for n, (variable, value) in enumerate(zip(variables, values, strict=True))
+            if keys[n] not in known or known[keys[n]].slab is None
+        }
         with held(list(known.values())):
-            for key, variable, array in zip(keys, variables, arrays, strict=True):
-                if key in known:
-                    entry = known[key]
-                    if undo is not None:
-                        keep_values(undo, [entry])
-                    ready = entry.slab is not None or isinstance(array, jax.Array)
-                    entry.put(array if ready else _as_jax(variable, array, owned=False))
-                    entry.version += 1
+            if undo is not None:
+                keep_values(undo, list(known.values()))
+            written = [
+                (known[key], variable, value, arrays.get(n))
+                for n, (key, variable, value) in enumerate(
+                    zip(keys, variables, values, strict=True)
+                )
+                if key in known
+            ]
+            _replace(written)
             with self._lock:
-                for key, array in zip(keys, arrays, strict=True):
+                for n, key in enumerate(keys):
                     if key not in known:
-                        self._entries.setdefault(key, Entry(array))
+                        self._entries.setdefault(key, Entry(arrays[n]))
                 if record is not None:
                     record()
 
@@ -481,6 +481,23 @@ def _put(entries: Sequence[Entry], values: Sequence[jax.Array], *, laid: bool) -
         entry.put(value, entry.layout if laid else None)
     for entry in entries:
         entry.version += 1
+
+
+def _replace(
+    written: Iterable[tuple[Entry, StoredVariable, Any, jax.Array | None]],
+) -> None:
+    """Replaces values, by arrays made of them if they are; those of a slab together."""
+    in_slabs: dict[Slab, dict[int, Any]] = {}
+    for entry, variable, value, array in written:
+        if entry.slab is not None:
+            in_slabs.setdefault(entry.slab, {})[entry.place] = value
+        elif array is not None:
+            entry.put(array)
+        else:  # it has left a slab since
+            entry.put(_as_jax(variable, value, owned=False))
+        entry.version += 1
+    for slab, parts in in_slabs.items():
+        slab.write(parts)
 
 
 def _packed(entries: Sequence[Entry]) -> tuple[Sequence[PackedRun], Sequence[Entry]]:

@@ -142,6 +142,18 @@ def test_one_is_written_and_updated_among_the_others(store: VariableStore) -> No
     assert [versions[f"v{n}"] for n in range(5)] == [2, 2, 3, 3, 2]
 
 
+def test_all_are_written_at_once(store: VariableStore) -> None:
+    mine = group()
+    store.update(mine, NOTHING, doubled)
+    flat = store.read(mine)[0]
+    before = flat.copy()
+    store.write(MANY[::-1], values(3)[::-1])
+    assert stored(store) == [v.ravel().tolist() for v in values(3)]
+    np.testing.assert_array_equal(flat, before)
+    store.update(mine, NOTHING, doubled)
+    assert stored(store) == [v.ravel().tolist() for v in values(6)]
+
+
 def test_rows_of_one_are_updated_among_the_others(store: VariableStore) -> None:
     mine = group()
     store.update(mine, NOTHING, doubled)
