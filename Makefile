@@ -17,9 +17,9 @@ demo: .venv/demo.stamp
 
 test: check
 	-@$(MAKE) --no-print-directory peers-tritonclient  # asks a model server, see there
+	$(BIN)/python scripts/second_python.py  # first: a test serves what one Python exported
 	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n auto --dist worksteal \
 		-m "not nightly and not chaos"
-	$(BIN)/python scripts/second_python.py
 
 # What takes long and has a smaller one in `make test`.
 nightly: fuzz
