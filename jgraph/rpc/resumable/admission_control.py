@@ -20,7 +20,10 @@ from jgraph.rpc.wire.decoder import Decoder
 TURN_S: Final = 5.0
 """Who asks for room waits so long, and is then told to try again."""
 LOOK_EVERY_S: Final = 10.0
-"""How often is looked whether a call that has room goes on arriving."""
+"""How often is looked whether a call that has room goes on arriving.
+
+That little comes shows only by looking: no event tells of it.
+"""
 _LEAST_BYTES: Final = 256 << 20
 _LEAST_NEWS: Final = 64 << 10
 _MOST_LOOKS: Final = 2  # one finds what a process that was frozen has not read yet
