@@ -51,7 +51,7 @@ def test_refused_step_is_computed_anew_and_every_batch_counts_once() -> None:
     refused: list[Any] = []
 
     async def revoke_a_later_step() -> None:
-        (handle,) = gates._drivers[worker]
+        (handle,) = (h for h, task in gates._driver_of.items() if task == worker)
         (gate,) = (g for g in gates._opened.values() if isinstance(g, StaleGate))
         step = handle, next(driver._ids) + 3
         gate._revoke(step)

@@ -63,7 +63,6 @@ class Gates:
         self._bounds: dict[str, int] = {}
         self._shards: dict[str, list[TaskName]] = {}
         self._openings: dict[str, str] = {}
-        self._drivers: defaultdict[TaskName, set[str]] = defaultdict(set)
         self._driver_of: dict[str, TaskName] = {}
         self._arbiters: dict[str, Decides] = {}
         self._unheard: defaultdict[str, list[Contributed]] = defaultdict(list)
@@ -158,12 +157,11 @@ class Gates:
 
     def step_started(self, driver: TaskName, handle: str) -> None:
         """Learns which task drives the steps of a program."""
-        self._drivers[driver].add(handle)
         self._driver_of[handle] = driver
 
     def peer_lost(self, peer: TaskName) -> None:
         """Lets nobody wait for the steps of a task that went away."""
-        for handle in self._drivers.pop(peer, ()):
+        for handle in [h for h, task in self._driver_of.items() if task == peer]:
             for gate in list(self._opened.values()):
                 if isinstance(gate, StaleGate):
                     gate.replica_lost(handle)
