@@ -3,9 +3,9 @@
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, Protocol, TypeVar, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.deadlines import CONTROL_S, bounded_s
@@ -44,6 +44,7 @@ from jgraph.server.runs.ps_setup import version_if_known
 from jgraph.server.runs.supervisor import RunSupervisor
 
 _LOG = logging.getLogger("jgraph.recover")
+_T = TypeVar("_T")
 _LOST_REPLY_S: Final = 1.0
 _POLL_S: Final = 0.5
 """Between two looks: that who comes first is gone shows only by asking it."""
@@ -165,16 +166,7 @@ class Standby:
 
     async def work(self) -> None:
         """Follows the master to the end of the run, or takes its place."""
-        working = asyncio.ensure_future(self._work())
-        closed = asyncio.ensure_future(self._closed.wait())
-        try:
-            either: set[asyncio.Future[Any]] = {working, closed}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                working.result()
-        finally:
-            working.cancel()
-            closed.cancel()
+        await _unless(self._closed, self._work())
 
     async def _work(self) -> None:
         held, leaves = self._hold()
@@ -322,32 +314,21 @@ class Standby:
         if not isinstance(lost, _LOSSES) or self._is_forced(lost):
             return False
         world = self._peers, self._known, self._clock
-        waiting = asyncio.ensure_future(wait_reconnected(self.master, lost, *world))
-        named = asyncio.ensure_future(self._named.wait())
-        either: set[asyncio.Future[Any]] = {waiting, named}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            return waiting.done() and waiting.result()
-        finally:
-            waiting.cancel()
-            named.cancel()
+        waits = wait_reconnected(self.master, lost, *world)
+        return bool(await _unless(self._named, waits))
 
     async def _lost_or(self, leaves: asyncio.Future[JGError]) -> JGError:
         """Follows the master; returns why it is to be replaced, or how it ended."""
-        following = asyncio.ensure_future(self._follow())
-        named = asyncio.ensure_future(self._named.wait())
-        either: set[asyncio.Future[Any]] = {following, leaves, named}
+        following = asyncio.ensure_future(_unless(self._named, self._follow()))
+        either: set[asyncio.Future[Any]] = {following, leaves}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             following.cancel()
-            named.cancel()
         if leaves.done():
             return leaves.result()
-        if self._named.is_set() and not following.done():
-            what = f"the client does not reach {self.master}"
-            return TaskLostError(what, task=self.master)
-        return await following
+        what = f"the client does not reach {self.master}"
+        return following.result() or TaskLostError(what, task=self.master)
 
     def _hold(self) -> tuple[asyncio.Task[None], asyncio.Future[JGError]]:
         """Holds the master until the task is cancelled; tells when it is to end."""
@@ -594,3 +575,15 @@ class Standby:
         )
         for order in self._orders.values():
             order.data_run = left.run
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T | None:
+    """Returns the result of work; None: an event came before, and it is cancelled."""
+    working, came = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    either: set[asyncio.Future[Any]] = {working, came}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        came.cancel()
