@@ -57,7 +57,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._peers: defaultdict[TaskName, list[int]] = defaultdict(lambda: [0] * 6)
-        self.ways: dict[TaskName, str] = {}
+        self._ways: dict[TaskName, str] = {}
         self.calls_made = 0
         self.calls_served = 0
 
@@ -73,9 +73,9 @@ class Counters:
     def leads(self, peer: TaskName, way: str) -> None:
         """Notes how frames leave for ``peer`` from now on; empty: not at all."""
         if way:
-            self.ways[peer] = way
+            self._ways[peer] = way
         else:
-            self.ways.pop(peer, None)
+            self._ways.pop(peer, None)
 
     def received(
         self, peer: TaskName, *, frames: int = 0, nbytes: int = 0, shared: int = 0
@@ -91,8 +91,8 @@ class Counters:
     ) -> TransportStatistics:
         """Returns the counts of this moment."""
         peers = {
-            peer: PeerStatistics(*row, way=self.ways.get(peer, ""))
-            for peer, row in self._peers.items()
+            peer: PeerStatistics(*self._peers[peer], way=self._ways.get(peer, ""))
+            for peer in {**self._peers, **self._ways}
         }
         return TransportStatistics(
             MappingProxyType(peers),

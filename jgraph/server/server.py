@@ -118,7 +118,6 @@ class TaskServer:
             self._transport.incarnation,
             health_port=lambda: self._health.port,
             data_port=lambda: self._transport.data_port,
-            ways=self._transport.ways,
             check_place=lambda: self._fence.check(),  # noqa: PLW0108  # made below
             allow_sources=tuple(allow_sources),
             records_dir=Path(records_dir) if records_dir else None,

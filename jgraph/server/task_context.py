@@ -1,6 +1,6 @@
 """Task context: what all parts of one task's server share."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
@@ -23,7 +23,6 @@ class TaskContext:
       incarnation: which start of the task this is.
       health_port: returns where its health service listens; 0: nowhere yet.
       data_port: returns where frames from other machines arrive; 0: nowhere.
-      ways: returns how frames leave now, by task; see ``PeerStatistics``.
       check_place: called in threads before they write to files: refuses if another
         process has the place of this one.
       allow_sources: see ``Server``.
@@ -38,7 +37,6 @@ class TaskContext:
     incarnation: int = 0
     health_port: Callable[[], int] = lambda: 0
     data_port: Callable[[], int] = lambda: 0
-    ways: Callable[[], Mapping[str, str]] = dict
     check_place: Callable[[], None] = lambda: None
     allow_sources: Sequence[str] = ()
     records_dir: Path | None = None

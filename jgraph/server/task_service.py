@@ -215,7 +215,11 @@ class TaskService:
             programs=self.runtime.programs,
             health_port=self.context.health_port(),
             data_port=self.context.data_port(),
-            ways=self.context.ways(),
+            ways={
+                peer: found.way
+                for peer, found in transported.peers.items()
+                if found.way
+            },
             device_count=jax.local_device_count(),
             compilations=self.runtime.cache.compilations,
             busy_s={

@@ -5,7 +5,7 @@ import itertools
 import logging
 import secrets
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Final, Literal, TypeAlias, final
@@ -456,10 +456,6 @@ class GrpcTransport:
     ) -> None:
         if opening.cancelled() or opening.exception() is not None:
             self._channels.pop(dst, None)
-
-    def ways(self) -> Mapping[str, str]:
-        """Returns how frames leave now, by task; see ``PeerStatistics``."""
-        return {str(peer): way for peer, way in self._counters.ways.items()}
 
     def statistics(self) -> TransportStatistics:
         """Returns what was sent and received so far."""
