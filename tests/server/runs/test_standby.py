@@ -176,6 +176,8 @@ class Behind:
         self.told_to_end, self.may_tell = asyncio.Event(), asyncio.Event()
         self.may_tell.set()
         self.began: asyncio.Queue[pb.RunLoop] = asyncio.Queue()
+        self.heirs: list[RunSupervisor] = []
+        """Of standbys that took its place."""
         self.dealers = Dealers(SetClock())
         self.loops_end = "stopped"
         self.others: list[Frame] = []
@@ -258,7 +260,6 @@ class Behind:
 
 def standby(
     door: Behind,
-    began: list[RunSupervisor],
     before: Standby | None = None,
     saves: Callable[[pb.OpenRun, RunSupervisor], None] = lambda _order, _supervisor: (
         None
@@ -272,7 +273,7 @@ def standby(
     )
 
     async def begins(_: pb.OpenRun, supervisor: RunSupervisor) -> None:
-        began.append(supervisor)
+        door.heirs.append(supervisor)
 
     peers = cast("StandbyPeers", door)
     return Standby(order, peers, SetClock(), begins, saves, before)
@@ -290,10 +291,10 @@ def test_heir_has_the_place_of_a_master_that_says_another_process_has_its_own() 
 
     async def main() -> None:
         fenced = FencedError("it was started again", task=TaskName(MASTER))
-        door, began = Behind([LOOP, BEGUN], fenced), list[RunSupervisor]()
-        await standby(door, began).work()
+        door = Behind([LOOP, BEGUN], fenced)
+        await standby(door).work()
         assert (await door.began.get()).term == NEXT
-        (supervisor,) = began
+        (supervisor,) = door.heirs
         assert (supervisor.record.term, supervisor.record.is_over) == (NEXT, False)
         supervisor.close()
 
@@ -304,13 +305,10 @@ def test_heir_of_a_master_that_began_nothing_has_the_number_after() -> None:
     """The loops in the journal are of the master before."""
 
     async def main() -> None:
-        door, began = (
-            Behind([LOOP, BEGUN], TaskLostError("gone")),
-            list[RunSupervisor](),
-        )
-        await standby(door, began, term=5).work()
+        door = Behind([LOOP, BEGUN], TaskLostError("gone"))
+        await standby(door, term=5).work()
         assert (await door.began.get()).term == 6
-        began[0].close()
+        door.heirs[0].close()
 
     run_async(main(), timeout_s=20)
 
@@ -355,14 +353,14 @@ def test_heir_takes_a_run_back_that_its_master_was_lost_before_it_could(
             frame(run_loop=pb.RunLoop(loop="w", task=MASTER, handle="h", run="r")),
             BEGUN,
         ]
-        door, began = Behind(journal, TaskLostError("gone")), list[RunSupervisor]()
+        door = Behind(journal, TaskLostError("gone"))
         door.refusals.append(why)
         client = pb.RunClient(directory="there", lease_s=60.0)
         info = '{"container": "", "first_step": 0, "steps": 10}'
         holders = {PS: process}
         invited: dict[str, Any] = {"info": info, "client": client, "holders": holders}
-        await standby(door, began, **invited).work()
-        (supervisor,) = began
+        await standby(door, **invited).work()
+        (supervisor,) = door.heirs
         assert (await door.began.get()).handle == "h"
         answering = asyncio.ensure_future(answer_all(supervisor))
         again = asyncio.ensure_future(door.began.get())
@@ -387,10 +385,9 @@ def test_run_without_its_client_is_not_done_if_a_ps_holds_nothing(
 
     async def main() -> None:
         door = Behind([dealt(), LOOP, BEGUN], TaskLostError("gone"))
-        began = list[RunSupervisor]()
         door.loops_end = "done"
-        await standby(door, began, holders={PS: process}, **invited).work()
-        record = began[0].record
+        await standby(door, holders={PS: process}, **invited).work()
+        record = door.heirs[0].record
         with suppress(TaskLostError):
             async for _ in record.reports():
                 pass
@@ -406,10 +403,9 @@ def test_heir_of_a_run_that_is_over_goes_on_with_nothing() -> None:
         record = Journal(TaskName(MASTER), pb.OpenRun(run="r"), SetClock())
         record.begins(body_of(LOOP))
         record.end("failed", TaskLostError("gone"))
-        journal = [made async for made in record.journal(0)]
-        began = list[RunSupervisor]()
-        await standby(Behind(journal, TaskLostError("gone")), began).work()
-        assert not began
+        door = Behind([made async for made in record.journal(0)], TaskLostError("gone"))
+        await standby(door).work()
+        assert not door.heirs
 
     run_async(main(), timeout_s=20)
 
@@ -420,14 +416,11 @@ def test_master_that_was_busy_when_it_invited_is_followed_again_when_it_answers(
     """A link that is lost for a moment costs no master."""
 
     async def main() -> None:
-        door, began = (
-            Behind([LOOP, BEGUN], TaskLostError("lost"), then=1),
-            list[RunSupervisor](),
-        )
+        door = Behind([LOOP, BEGUN], TaskLostError("lost"), then=1)
         door.rest = [OVER]
-        follows = standby(door, began)
+        follows = standby(door)
         await follows.work()
-        assert not began
+        assert not door.heirs
         assert follows.end_record is not None
         row = follows.end_record.row()
         assert (row.state, row.of_standby) == ("done", True)
@@ -438,13 +431,10 @@ def test_master_that_was_busy_when_it_invited_is_followed_again_when_it_answers(
 def test_heir_that_was_invited_late_tells_when_steps_were_since_the_run_began() -> None:
     async def main() -> None:
         loop = frame(run_loop=pb.RunLoop(loop="w", task=PS, began_s=90.0))
-        door, began = (
-            Behind([loop, BEGUN], TaskLostError("lost")),
-            list[RunSupervisor](),
-        )
-        await standby(door, began, age_s=100.0).work()
+        door = Behind([loop, BEGUN], TaskLostError("lost"))
+        await standby(door, age_s=100.0).work()
         await door.began.get()
-        (supervisor,) = began
+        (supervisor,) = door.heirs
         assert supervisor.record.seconds == 100.0
         told = supervisor.record.journal(0)
         *_, account, again = [await anext(told) for _ in range(4)]
@@ -462,15 +452,12 @@ def test_run_that_its_heir_cannot_go_on_with_has_failed() -> None:
         raise RuntimeError("it cannot be saved")
 
     async def main() -> None:
-        door, began = (
-            Behind([LOOP, BEGUN], TaskLostError("lost")),
-            list[RunSupervisor](),
-        )
-        await standby(door, began, saves=refuse).work()
-        row = began[0].record.row()
+        door = Behind([LOOP, BEGUN], TaskLostError("lost"))
+        await standby(door, saves=refuse).work()
+        row = door.heirs[0].record.row()
         assert (row.state, row.term) == ("failed", NEXT)  # where who watches looks
         with pytest.raises(InternalError, match="it cannot be saved"):
-            async for _ in began[0].record.reports():
+            async for _ in door.heirs[0].record.reports():
                 pass
 
     run_async(main(), timeout_s=20)
@@ -484,17 +471,14 @@ def test_standby_that_is_behind_reads_the_rest_from_another_one() -> None:
     """It was cut off from the master, which then died."""
 
     async def main() -> None:
-        door, began = (
-            Behind([LOOP, BEGUN], TaskLostError("lost")),
-            list[RunSupervisor](),
-        )
+        door = Behind([LOOP, BEGUN], TaskLostError("lost"))
         door.others, door.newest_loop = [LOOP, BEGUN, AGAIN], "w~1.1"
-        await standby(door, began).work()
+        await standby(door).work()
         again = await door.began.get()
         assert (again.loop, again.term) == (f"w~{again.term}.1", door.terms[-1])
-        names = [body_of(made).loop async for made in journal_of(began[0], 3)]
+        names = [body_of(made).loop async for made in journal_of(door.heirs[0], 3)]
         assert names == ["w", "w~1.1"]
-        began[0].close()
+        door.heirs[0].close()
 
     run_async(main(), timeout_s=20)
 
@@ -511,13 +495,10 @@ def test_run_fails_if_nobody_who_answers_has_read_of_its_newest_loop() -> None:
     """It may have gone back since; who has read of that does not answer."""
 
     async def main() -> None:
-        door, began = (
-            Behind([LOOP, BEGUN], TaskLostError("lost")),
-            list[RunSupervisor](),
-        )
+        door = Behind([LOOP, BEGUN], TaskLostError("lost"))
         door.newest_loop = "w~1.1"
-        await standby(door, began).work()
-        error = began[0].record.error
+        await standby(door).work()
+        error = door.heirs[0].record.error
         assert isinstance(error, CopyLostError)
         assert "(nothing of a loop on " in error.message
 
@@ -528,15 +509,12 @@ def test_standby_whose_term_was_another_masters_takes_a_later_one() -> None:
     """That master is lost as well, or this one would hear of it."""
 
     async def main() -> None:
-        door, began = (
-            Behind([LOOP, BEGUN], TaskLostError("lost")),
-            list[RunSupervisor](),
-        )
+        door = Behind([LOOP, BEGUN], TaskLostError("lost"))
         door.taken = {NEXT}
-        await standby(door, began).work()
+        await standby(door).work()
         first, second = sorted(set(door.terms))
         assert first < second == (await door.began.get()).term
-        began[0].close()
+        door.heirs[0].close()
 
     run_async(main(), timeout_s=20)
 
@@ -544,18 +522,18 @@ def test_standby_whose_term_was_another_masters_takes_a_later_one() -> None:
 @pytest.mark.row(34)
 def test_standby_whose_next_master_is_lost_unread_has_the_journal_before() -> None:
     async def main() -> None:
-        door, began = Behind([], TaskLostError("lost")), list[RunSupervisor]()
-        before = standby(door, began)
-        after = standby(door, began, before, frames=3)
+        door = Behind([], TaskLostError("lost"))
+        before = standby(door)
+        after = standby(door, before, frames=3)
         assert after.reader is before
         await after.work()
-        assert not began
+        assert not door.heirs
         assert after.reader is before
         before.open()  # as Runs does
         door.journal, door.is_lost = [LOOP, BEGUN], False
         await before.work()
-        assert began[0].record.frames >= 2
-        began[0].close()
+        assert door.heirs[0].record.frames >= 2
+        door.heirs[0].close()
 
     run_async(main(), timeout_s=20)
 
@@ -567,9 +545,9 @@ def test_run_whose_heir_had_not_read_what_was_done_has_failed_and_says_so(
     """It was invited late; what it knows is where the run was long ago."""
 
     async def main() -> None:
-        door, began = Behind(read, TaskLostError("lost")), list[RunSupervisor]()
-        await standby(door, began, frames=2).work()
-        row, error = began[0].record.row(), began[0].record.error
+        door = Behind(read, TaskLostError("lost"))
+        await standby(door, frames=2).work()
+        row, error = door.heirs[0].record.row(), door.heirs[0].record.error
         assert (row.state, row.term) == ("failed", NEXT)
         assert isinstance(error, CopyLostError)
         assert f"({len(read)} of 2 entries)" in error.message
@@ -581,18 +559,15 @@ def test_master_that_is_told_to_end_goes_when_its_heir_has_asked_for_all_it_did(
     None
 ):
     async def main() -> None:
-        door, began = (
-            Behind([LOOP, BEGUN], TaskLostError("lost")),
-            list[RunSupervisor](),
-        )
+        door = Behind([LOOP, BEGUN], TaskLostError("lost"))
         door.may_tell.clear()
         door.told_to_end.set()
-        work = asyncio.ensure_future(standby(door, began, frames=2).work())
+        work = asyncio.ensure_future(standby(door, frames=2).work())
         assert not (await asyncio.wait({work}, timeout=0.1))[0]
         door.may_tell.set()
         await work
         assert (await door.began.get()).term == NEXT
         assert door.held_at == [True]
-        began[0].close()
+        door.heirs[0].close()
 
     run_async(main(), timeout_s=20)
