@@ -134,12 +134,13 @@ class FunctionQueue:
         self._tell(Came(number, rows, deadline, now))
         try:
             outputs = await asked.answer
-        except asyncio.CancelledError:
-            self._tell(Left(number, self._clock.now()))
-            raise
-        except Exception as error:
-            code = getattr(error, "code", JGError.code)
-            self._statistics.failed(code, self._clock.now() - now)
+        except (Exception, asyncio.CancelledError) as error:
+            left = self._clock.now()
+            if isinstance(error, Exception):
+                code = getattr(error, "code", JGError.code)
+                self._statistics.failed(code, left - now)
+            # Also after an error: of a request that was cut, pieces may wait still.
+            self._tell(Left(number, left))
             raise
         finally:
             del self._asked[number]

@@ -107,3 +107,29 @@ def test_an_error_of_the_code_is_told_to_all_of_its_batch_and_ends_nothing() -> 
             return await queue.answer([x], 1, deadline)
 
     assert asyncio.run(ask())[0].tolist() == [2.0]
+
+
+def test_the_rest_of_a_request_whose_first_rows_failed_is_dropped() -> None:
+    class Broken(Gate):
+        def __call__(self, x: Array) -> Sequence[Any]:
+            super().__call__(x)
+            if x[0] < 0:
+                raise ValueError("bad")
+            return [x * 2]
+
+    gate = Broken()
+    gate.open.set()
+
+    async def ask() -> list[Any]:
+        with ThreadPoolExecutor(1) as threads:
+            limits = Limits(max_rows=2, buckets=(1, 2))
+            function = LoadedFunction(SIGNATURE, gate, ())
+            clock = SystemClock()
+            queue = FunctionQueue(function, limits, Statistics(), clock, threads)
+            queue.warm([np.zeros(1, np.float32)])
+            deadline = clock.now() + 5
+            with pytest.raises(ValueError, match="bad"):
+                await queue.answer([np.full(9, -1, np.float32)], 9, deadline)
+            return await queue.answer([np.ones(1, np.float32)], 1, deadline)
+
+    assert asyncio.run(ask())[0].tolist() == [2.0]
