@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, TypeAlias, TypeVar, final
 
@@ -43,6 +44,10 @@ BODY_S: Final = 10.0
 """A body is here by then."""
 HEADER_LENGTH: Final = "inference-header-content-length"
 KEY: Final = "x-jgraph-key"
+_OPEN: Final = re.compile(
+    "/v2/(?:health/(?:live|ready)|models/[^/]+(?:/(?:versions|labels)/[^/]+)?/ready)"
+)
+"""Paths for balancers, which show no token; a model may be called ``ready`` too."""
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _TYPES: Final = ("application/json", "application/octet-stream")
 _FORM: Final = "application/x-www-form-urlencoded"
@@ -93,13 +98,13 @@ class HttpDoor:
         return guarded
 
     def _refused(self, request: Request) -> Response | None:
-        headers, path = request.headers, request.url.path
+        # Not the path of request.url, into which old versions of Starlette put Host.
+        headers, path = request.headers, request.scope["path"]
         host = headers.get("host", "")
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if self._is_loopback and name not in _LOOPBACK:
             return said(421, f"'{host[:80]}' is no name of this machine")
-        is_open = path.startswith("/v2/health/") or path.endswith("/ready")
-        if not is_open:
+        if not _OPEN.fullmatch(path):
             check_token(headers.get(METADATA_KEY, ""), self._token)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         allowed = (*_TYPES, "", *((_FORM,) if path.startswith("/v1/") else ()))

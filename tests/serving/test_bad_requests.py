@@ -7,6 +7,7 @@ import socket
 import ssl
 import threading
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -288,6 +289,26 @@ def test_a_token_file_leaves_the_token_of_a_cluster_alone(
     token = Token.make(tmp_path / "serve_token")
     with jg.serve(models, http_port=None, token_file=token.path):
         assert not home.exists()
+
+
+def test_a_model_that_is_called_like_an_open_path_wants_the_token(
+    tmp_path: Path,
+) -> None:
+    exported = half_plus_three(tmp_path, label="ready").path.parent
+    exported.rename(tmp_path / "ready")
+    nobody = {"Authorization": ""}
+    with jg.serve(tmp_path, grpc_port=None) as server:
+        for path in (
+            *("/v2/models/ready", "/v2/models/ready/labels/ready"),
+            *("/v1/models/ready", "/v2/health/../models/ready"),
+        ):
+            assert call(server, "GET", path, headers=nobody)[0] == 401, path
+        for path in (
+            *("/v2/health/live", "/v2/health/ready", "/v2/models/ready/ready"),
+            "/v2/models/ready/versions/1/ready",
+            "/v2/models/ready/labels/ready/ready",
+        ):
+            assert call(server, "GET", path, headers=nobody)[0] == 200, path
 
 
 def test_the_token_of_a_cluster_is_refused_in_any_file(
