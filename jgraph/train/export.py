@@ -16,8 +16,14 @@ from flax.core import meta, unfreeze
 
 from jgraph import _compat
 from jgraph.cluster.wait_message import show_wait
-from jgraph.errors import ArtifactError, CallbackError, NotExportableError
+from jgraph.errors import (
+    ArtifactError,
+    CallbackError,
+    JGError,
+    NotExportableError,
+)
 from jgraph.errors.tracebacks import short_traceback
+from jgraph.graph.tracing.concrete import as_graph_error, users_line
 from jgraph.plan.program.program import SegmentCode
 from jgraph.runtime.compiled.compile_cache import CompileCache
 from jgraph.serving.artifact import (
@@ -45,10 +51,6 @@ _LOG = logging.getLogger("jgraph.export")
 _ROWS: Final = (1, 4, 64)
 """In how many rows' company a row is tried."""
 Call: TypeAlias = Callable[[Tree, Any, Callable[..., Any] | None], Any]
-_CANNOT: Final = (
-    *(TypeError, ValueError, NotImplementedError, KeyError, AttributeError),
-    _compat.InconclusiveDimensionOperation,
-)
 
 
 @runtime_checkable
@@ -102,7 +104,8 @@ def export(
       ArtifactError: a number that is taken, a random number in the function, an output
         without a row for each example; or the directory cannot be written.
       CallbackError: the function calls back into Python.
-      NotExportableError: JAX cannot export it.
+      NotExportableError: JAX cannot export it. What the function itself raises on the
+        example is raised as it is.
 
     Example:
       >>> import tempfile
@@ -363,17 +366,21 @@ def _exported(
         jax.ShapeDtypeStruct(np.shape(v), jnp.result_type(v))
         for v in jax.tree.leaves(source.values)
     ]
+    fixed = [
+        jax.ShapeDtypeStruct(v.shape, v.dtype) for v in call_example.values.values()
+    ]
     scope = jax.export.SymbolicScope(["b >= 1"])
-    specs = []
+    specs, free = [], []
     for name, value in call_example.values.items():
         shape: Any = value.shape
         if call_example.batch is not None:
             text = ",".join(["b", *map(str, value.shape[1:])])
             shape = jax.export.symbolic_shape(text, scope=scope)
-        types.append(jax.ShapeDtypeStruct(shape, value.dtype))
+        free.append(jax.ShapeDtypeStruct(shape, value.dtype))
         sizes = tuple(None if _compat.is_symbolic(n) else int(n) for n in shape)
         specs.append(TensorSpec(name, value.dtype.name, sizes))
-    code, avals = _lowered(flat, types, platforms, call_example.batch)
+    _check_traced(flat, [*types, *free], [*types, *fixed])
+    code, avals = _lowered(flat, [*types, *free], platforms)
     outputs = [
         _output(name, aval, call_example.batch)
         for name, aval in zip(names, avals, strict=True)
@@ -416,33 +423,66 @@ def _output(name: str, aval: Any, batch: str | None) -> TensorSpec:
     return TensorSpec(name, aval.dtype.name, shape)
 
 
-def _lowered(
-    flat: Callable[..., Any],
-    types: Sequence[Any],
-    platforms: tuple[str, ...],
-    batch: str | None,
-) -> tuple[bytes, Sequence[Any]]:
+def _check_traced(
+    flat: Callable[..., Any], types: Sequence[Any], of_example: Sequence[Any]
+) -> None:
+    """Refuses what servers cannot run; the function's own mistakes are left as is.
+
+    Args:
+      flat: the function.
+      types: what it is exported for.
+      of_example: the same, with the sizes of the example.
+    """
     try:
         jaxpr, _, _ = _compat.make_jaxpr(flat, *types)
-        for equation, line in _equations(jaxpr):
-            _check_equation(equation, line)
+    except Exception as error:
+        if isinstance(error, JGError):
+            raise
+        if _is_traced(flat, of_example):
+            line = users_line(error.__traceback__)
+            raise NotExportableError(
+                "the model takes batches of the example's size, and not of any"
+                f"{line and f', at {line}'}: {type(error).__name__}: "
+                f"{_first_line(error)}; write that line with operations of jax.numpy "
+                "for any number of rows, or give batch=None for batches of one size",
+                line=line,
+            ) from error
+        if (clear := as_graph_error(error, "the model")) is not None:
+            raise NotExportableError(clear.message, **clear.details) from error
+        raise
+    for equation, line in _equations(jaxpr):
+        _check_equation(equation, line)
 
-        def model(*args: Any) -> Any:  # its name is in the code, and so in the digest
-            return flat(*args)
 
-        model_jit = jax.jit(model, keep_unused=True)
+def _is_traced(flat: Callable[..., Any], types: Sequence[Any]) -> bool:
+    try:
+        jax.eval_shape(flat, *types)
+    except Exception:  # noqa: BLE001  # whoever asks has an error already
+        return False
+    return True
+
+
+def _lowered(
+    flat: Callable[..., Any], types: Sequence[Any], platforms: tuple[str, ...]
+) -> tuple[bytes, Sequence[Any]]:
+    def model(*args: Any) -> Any:  # its name is in the code, and so in the digest
+        return flat(*args)
+
+    model_jit = jax.jit(model, keep_unused=True)
+    try:
         with _compat.no_locations():
             module = jax.export.export(model_jit, platforms=platforms)(*types)
             return bytes(module.serialize()), module.out_avals
-    except _CANNOT as error:
-        if isinstance(error, ArtifactError | CallbackError):
-            raise
-        first = str(error).strip().partition("\n")[0]
-        hint = "" if batch is None else ", or give batch=None for batches of one size"
+    except Exception as error:  # of JAX, since the function was traced
         raise NotExportableError(
-            f"JAX cannot export the model: {type(error).__name__}: {first:.300}; write "
-            f"that line with operations of jax.numpy{hint}"
+            f"JAX cannot export the model for {', '.join(platforms)}: "
+            f"{type(error).__name__}: {_first_line(error)}; write that operation with "
+            "those of jax.numpy; batch=None, if it needs sizes that are known"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300]
 
 
 def _equations(jaxpr: Any, outer: str = "") -> Iterator[tuple[Any, str]]:

@@ -1,6 +1,7 @@
 """Exported models are what the model was, on disk and back, and refuse what is not."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -22,7 +23,9 @@ from jgraph.errors import (
     ArtifactError,
     CallbackError,
     InvalidProgramError,
+    JGError,
     ModelInputError,
+    NotExportableError,
 )
 from jgraph.failpoints import CRASHED
 from jgraph.runtime.files.manifest import checksum
@@ -127,7 +130,23 @@ def test_rows_that_depend_on_each_other_are_told(
             r"random numbers at .*test_export",
         ),
         (lambda x: (jax.debug.print("{}", x), x)[1], CallbackError, "test_export"),
-        (lambda x: x.reshape(2, -1), jg.errors.NotExportableError, "batch=None"),
+        (
+            lambda x: x.reshape(2, -1),
+            NotExportableError,
+            r"not of any, at .*test_export.*batch=None",
+        ),
+        (
+            lambda x: x / math.sqrt(x.shape[0]),
+            NotExportableError,
+            r"not of any, at .*test_export.*batch=None",
+        ),
+        (
+            lambda x: x if x.sum() > 0 else -x,
+            NotExportableError,
+            r"condition of Python .* at .*test_export.*jnp\.where",
+        ),
+        (lambda x: x[x > 0], NotExportableError, "by a mask.*test_export"),
+        (lambda x: np.asarray(x) + 1, NotExportableError, "to NumPy.*test_export"),
         (lambda x: x.astype("complex64"), ArtifactError, "complex64"),
         (lambda x: "y", ArtifactError, "no array"),
     ],
@@ -138,6 +157,24 @@ def test_what_cannot_be_served_is_refused_with_its_line(
     with pytest.raises(error, match=match):
         jg.export(fn, X, tmp_path / "bad")
     assert not (tmp_path / "bad").exists()
+
+
+@pytest.mark.parametrize(
+    ("fn", "error"),
+    [
+        (lambda x: {"score": x}["scores"], KeyError),
+        (lambda x: x.scores, AttributeError),
+        (lambda x: x @ np.ones((5, 2), np.float32), TypeError),
+    ],
+)
+def test_a_mistake_in_the_function_is_told_as_it_is(
+    fn: Any, error: type[Exception], tmp_path: Path
+) -> None:
+    with pytest.raises(error) as raised:
+        jg.export(fn, X, tmp_path / "bad")
+    assert not isinstance(raised.value, JGError)
+    files = [entry.path for entry in raised.traceback]
+    assert Path(__file__) in files
 
 
 def test_a_number_is_never_written_twice(tmp_path: Path) -> None:
