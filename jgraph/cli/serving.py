@@ -107,6 +107,8 @@ def serve(
 
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("give --tls-cert and --tls-key, both or none")
+    if http_port < 0 and grpc_port < 0:
+        raise ConfigError("nobody could ask: give --http-port or --grpc-port")
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
@@ -129,7 +131,13 @@ def serve(
         "token_file": str(server.token.path),
         "models": server.status(),
     }
-    lines = [f"REST {server.url}   gRPC {server.grpc_target}"]
+    places = {"REST": server.url, "gRPC": server.grpc_target}
+    places["token in"] = str(server.token.path)
+    lines = ["   ".join(f"{kind} {at}" for kind, at in places.items() if at)]
+    lines += [
+        f"{row['name']} {row['version']} {row['state']} {row['reason']}"
+        for row in server.status()
+    ]
     ready = {row["name"] for row in server.status() if row["state"] == "READY"}
     lines += [server.curl(name) for name in sorted(ready) if server.url]
     # At once, also where the output is a file.

@@ -1,7 +1,6 @@
 """Model server: exported models behind the inference protocols, in this process."""
 
 import asyncio
-import ipaddress
 import json
 import logging
 import os
@@ -15,6 +14,7 @@ import grpc
 
 from jgraph.clock import SystemClock
 from jgraph.cluster import event_loop
+from jgraph.cluster.transport_choice import is_loopback
 from jgraph.errors import (
     CertificateError,
     ConfigError,
@@ -104,6 +104,8 @@ class ModelServer:
         self._allow_control = allow_control
         self._max_message = max_message
         self._max_connections = max_connections
+        self.http_port: int | None = http_port
+        self.grpc_port: int | None = grpc_port
         self._check(insecure_i_accept=insecure_i_accept)
         self.token = _token(token_file)
         self._cache = CompileCache()
@@ -114,8 +116,6 @@ class ModelServer:
         self._tasks: list[asyncio.Task[Any]] = []
         self._grpc: asyncio.Task[None] | None = None
         self._uvicorn: Any = None
-        self.http_port: int | None = http_port
-        self.grpc_port: int | None = grpc_port
         try:
             event_loop.run(self._start(), "loading models")
         except BaseException:
@@ -127,7 +127,12 @@ class ModelServer:
             raise ConfigError(
                 f"there is no directory {self.path}; export a model first"
             )
-        if not (self._is_loopback or self._tls or insecure_i_accept):
+        for port in (self.http_port, self.grpc_port):
+            if port is not None and not 0 <= port < 1 << 16:
+                raise ConfigError(
+                    f"{port} is no port; give 1 to 65535, or 0 for any that is free"
+                )
+        if not (is_loopback(self._bind) or self._tls or insecure_i_accept):
             raise InsecureError(
                 f"at {self._bind} others could read requests and the token; give "
                 "tls=(certificate, key) (--tls-cert, --tls-key), or say "
@@ -135,13 +140,6 @@ class ModelServer:
             )
         for path in self._tls or ():
             _read(path)
-
-    @property
-    def _is_loopback(self) -> bool:
-        try:
-            return ipaddress.ip_address(self._bind).is_loopback
-        except ValueError:
-            return self._bind == "localhost"
 
     async def _start(self) -> None:
         await self._look()
@@ -200,7 +198,7 @@ class ModelServer:
             self.token,
             allow_control=self._allow_control,
             max_message=self._max_message,
-            is_loopback=self._is_loopback,
+            is_loopback=is_loopback(self._bind),
         )
         files = self._tls and [os.fspath(path) for path in self._tls]
         config = http_config(
@@ -366,6 +364,8 @@ class ModelServer:
         self._models.says_ready = False
         await asyncio.sleep(drain_s)
         self._models.is_ending = True
+        for model in self._models.by_name.values():
+            model.load_no_more()
         if self._uvicorn is not None:
             self._uvicorn.should_exit = True
         if self._grpc is not None:
@@ -435,7 +435,13 @@ def _token(given: str | Path | None) -> Token:
     if given is None:
         token = Token.make(home() / TOKEN)
     else:
-        token = Token.read(Path(given).expanduser())
+        path = Path(given).expanduser()
+        if not path.exists():
+            raise TokenError(
+                f"there is no token at {path}; make one: `jgraph token new {path}`, or "
+                "leave --token-file away"
+            )
+        token = Token.read(path)
     with suppress(TokenError):  # there is none, and none is made
         if token.value == Token.read(own_path()).value:
             raise ConfigError(

@@ -294,6 +294,11 @@ class ServedModel:
         """Lets the model go; requests under way are answered."""
         self.tell(UnloadAsked())
 
+    def load_no_more(self) -> None:
+        """Gives up what is being loaded, and what would be after it."""
+        for task in self._loading:
+            task.cancel()
+
     async def settled(self) -> None:
         """Waits until nothing is being loaded; a load has no deadline but its end."""
         while self._loading:

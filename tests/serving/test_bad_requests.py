@@ -13,14 +13,18 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import jgraph as jg
+from jgraph.cli import app
 from jgraph.errors import (
     CertificateError,
     ConfigError,
     DeadlineError,
     InsecureError,
     ModelInputError,
+    PortInUseError,
+    TokenError,
 )
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.security.certificates import make_certificates
@@ -342,6 +346,37 @@ def test_the_token_of_a_cluster_is_refused_in_any_file(
 def test_options_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises((ValueError, ConfigError)):
         ModelOptions.of(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"http_port": 65536}, ConfigError, "65536 is no port"),
+        ({"grpc_port": -1}, ConfigError, "-1 is no port"),
+        ({"token_file": "nowhere"}, TokenError, "jgraph token new nowhere"),
+    ],
+)
+def test_options_of_a_server_that_mean_nothing_are_refused(
+    options: Any, error: type[Exception], match: str, models: Path
+) -> None:
+    with pytest.raises(error, match=match):
+        jg.serve(models, **options)
+
+
+def test_a_server_that_nobody_could_ask_is_not_started(models: Path) -> None:
+    ports = ["--http-port", "-1", "--grpc-port", "-1"]
+    done = CliRunner().invoke(app, ["serve", str(models), *ports])
+    assert "give --http-port or --grpc-port" in str(done.exception)
+
+
+def test_a_server_whose_port_is_taken_says_no_more_than_that(
+    server: jg.ModelServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(3):
+        half_plus_three(tmp_path, label=f"v{number}")
+    with pytest.raises(PortInUseError):
+        jg.serve(tmp_path, http_port=server.http_port)
+    assert "cannot be loaded" not in caplog.text
 
 
 def test_one_bad_request_of_many_hurts_nobody(server: jg.ModelServer) -> None:
