@@ -17,7 +17,7 @@ from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import target_of
 from jgraph.errors import ClusterUnreachableError, ConfigError, JGError, TaskLostError
 from jgraph.errors.tracebacks import short_traceback
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.grpc.transport import GrpcTransport

@@ -19,7 +19,7 @@ from jgraph.cluster.transport_choice import (
     token_file_in,
 )
 from jgraph.errors import ClusterUnreachableError, TaskLostError
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.grpc.transport import GrpcTransport

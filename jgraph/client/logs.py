@@ -9,7 +9,7 @@ from jgraph.cluster import event_loop
 from jgraph.cluster.events import Event, from_json
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import JGError
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Transport

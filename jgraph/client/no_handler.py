@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from typing import final
 
 from jgraph.errors import JGError, UnknownMethodError
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 from jgraph.rpc.transport import Frame
 
 

@@ -17,7 +17,7 @@ from jgraph.coordination.watch.alarms import Alarm
 from jgraph.coordination.watch.board import Board
 from jgraph.coordination.watch.facts import Fact, clean
 from jgraph.errors import JGError
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 from jgraph.plan.program.nodes import ValueType
 from jgraph.rpc.frames import body_of
 from jgraph.rpc.transport import Frame

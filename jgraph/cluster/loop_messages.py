@@ -13,7 +13,7 @@ from jgraph.coordination.run.recovery import Recovery
 from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.coordination.step.finite import FiniteCheck
 from jgraph.errors import JGError
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of
 from jgraph.rpc.status import from_status

@@ -5,15 +5,18 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jgraph.errors import ConfigError
-from jgraph.graph.tracing.function import Function
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
 
+if TYPE_CHECKING:
+    from jgraph.graph.tracing.function import Function
 
-def check_options(fn: Function, num_args: int, options: Mapping[str, bool]) -> None:
+
+def check_options(fn: "Function", num_args: int, options: Mapping[str, bool]) -> None:
     """Refuses a call in which an option could be an argument of the function.
 
     Args:
@@ -26,6 +29,7 @@ def check_options(fn: Function, num_args: int, options: Mapping[str, bool]) -> N
         keyword, or is needed and not given by position.
 
     Example:
+      >>> from jgraph.graph.tracing.function import Function
       >>> scale = Function(lambda x, timeout_s: x * timeout_s, name="scale")
       >>> check_options(scale, 2, {"timeout_s": False})
       >>> check_options(scale, 1, {"timeout_s": True})

@@ -22,7 +22,7 @@ from jgraph.client.watching import (
 from jgraph.clock import Clock
 from jgraph.coordination.watch.facts import Fact
 from jgraph.errors import JGError
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 
 _LOG = logging.getLogger("jgraph.dashboard")
 _SLOWEST_S: Final = 10.0

@@ -7,7 +7,7 @@ from typing import Any, Final
 from google.protobuf.message import Message
 
 from jgraph.errors import VersionError
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Frame, Tensor
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import final
 
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 
 
 @final

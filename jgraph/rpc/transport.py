@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias, final
 import numpy as np
 
 from jgraph.errors import JGError
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 from jgraph.rpc.statistics import TransportStatistics
 
 Tensor: TypeAlias = np.ndarray[Any, Any]

@@ -27,6 +27,17 @@ def state_at(url: str) -> Any:
         return json.loads(reply.read())
 
 
+def test_whoever_looks_at_a_cluster_loads_no_jax() -> None:
+    """It would take more memory, and more time to start, than all the rest."""
+    code = (
+        "import jgraph.dashboard.serve, jgraph.dashboard.sources, jgraph.cli.top, sys\n"
+        "print('jax' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     path = tmp_path / "board.jsonl"
     journal = JournalWriter(path)

@@ -90,6 +90,7 @@ def test_a_run_is_seen_live_and_again_when_all_is_over(tmp_path: Path) -> None:
             ],
         )
         last = state_at(board.url)
+        assert process.memory_info().rss < 150e6
     assert not process.is_running()
     replay = ReplayedBoard(journal)
     assert replay.skipped == 0

@@ -7,7 +7,7 @@ from typing import Any, Final, final
 
 from jgraph.client.connection import Connection
 from jgraph.cluster import event_loop
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Address, Frame, Transport

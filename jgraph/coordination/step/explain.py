@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 
 STEPS_TOLD: Final = 4
 """Steps of one program that a task tells of, the oldest."""

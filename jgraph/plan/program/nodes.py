@@ -9,12 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from jgraph.graph.ir import TaskName
-from jgraph.graph.rows.rows import Layout
+from jgraph.graph.device import TaskName
+
+if TYPE_CHECKING:
+    from jgraph.graph.rows.rows import Layout
 
 ValueId: TypeAlias = int
 """Index into ``Partition.values``; ids are per partition."""
@@ -165,7 +167,7 @@ class RouteNode:
     """
 
     ids: ValueId
-    layout: Layout
+    layout: "Layout"
     feature: str
     drop: bool
     positions: ValueId

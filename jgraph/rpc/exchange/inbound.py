@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, final
 
 from jgraph.errors import FencedError, MalformedMessageError, TaskLostError
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 from jgraph.rpc.resumable.numbers import ReceivedFrames
 
 _RETIRED_KEPT: Final = 64

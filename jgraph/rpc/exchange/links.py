@@ -13,7 +13,7 @@ from jgraph.errors import (
     TaskLostError,
     UnknownDeviceError,
 )
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 from jgraph.rpc.transport import Address, Handler
 
 CLOSE_GRACE_S: Final = 1.0

@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any, Final, Protocol, final
 
 from jgraph.errors import JGError, MalformedMessageError
-from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import DeviceSpec, TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.dial import ended_stream, is_refused
 from jgraph.rpc.exchange.inbound import Inbound, InboundStream

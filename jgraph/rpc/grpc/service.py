@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from jgraph.errors import JGError, MalformedMessageError
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.calls.answering import Answers
 from jgraph.rpc.calls.sessions import CallSessions, Check

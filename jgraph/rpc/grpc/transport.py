@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeAlias, final
 import grpc
 
 from jgraph.errors import ConfigError
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.calls.caller import ASKS_METHOD, MAX_ASK_BYTES, CallConnection
 from jgraph.rpc.calls.connections import ConnectionPool

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar, final
 
 from jgraph.errors import NotTakingError
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 from jgraph.rpc.shared_memory.shared_memory import available_memory
 from jgraph.rpc.transport import Address
 

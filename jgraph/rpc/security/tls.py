@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, final
 import grpc
 
 from jgraph.errors import CertificateError, RoleError
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 from jgraph.rpc.transport import Address
 from jgraph.view import markup
 
