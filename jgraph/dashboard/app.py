@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jgraph.coordination.watch.facts import clean
 from jgraph.dashboard import guard
+from jgraph.dashboard.patches import Viewed
 from jgraph.dashboard.stream import Streams
 from jgraph.errors import HttpRequestError, JGError, TokenError
 
@@ -29,21 +30,14 @@ _LINES: Final = 1000
 _LETTERS: Final = 10_000
 
 
-class Source(Protocol):
+class Source(Viewed, Protocol):
     """What a dashboard shows: a cluster, or a journal."""
-
-    @property
-    def changes(self) -> int:
-        """Grows with each fact."""
 
     def config(self) -> Mapping[str, Any]:
         """Returns what it is: its kind, address and times."""
 
     def is_ready(self) -> bool:
         """Whether there is something to see."""
-
-    def view(self, at: float | None) -> Mapping[str, Any]:
-        """Returns the view; of a time, if it is of the past."""
 
     def curves(self, at: float | None) -> Mapping[str, Any]:
         """Returns the series; of a time, if it is of the past."""
@@ -120,7 +114,8 @@ class App:
 
     async def _log(self, request: Request) -> Response:
         job, index = (request.path_params[name] for name in ("job", "index"))
-        task, known = f"/job:{job}/task:{index}", self._source.view(None)["tasks"]
+        task, view = f"/job:{job}/task:{index}", self._source.view
+        known = (await run_in_threadpool(view, None))["tasks"]
         if task not in known:
             names = ", ".join(known) or "none"
             raise _bad(404, f"the cluster has no such task; its tasks are: {names}")

@@ -1,16 +1,16 @@
 """Server-sent events of a dashboard: a whole view, then what changes in it."""
 
 import asyncio
-import json
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol, final
+from collections.abc import Callable
+from typing import Final, final
 
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jgraph.dashboard.merge_patch import difference
+from jgraph.dashboard.patches import Patches, Viewed, as_json
 
 EVERY_S: Final = 0.5
 KEEP_S: Final = 15.0
@@ -25,17 +25,6 @@ _FILLER: Final = f": {' ' * 2048}\n\n".encode()
 """Some proxies, and browsers, wait for so much before they show anything."""
 
 
-class Viewed(Protocol):
-    """What is shown."""
-
-    @property
-    def changes(self) -> int:
-        """Grows with each fact."""
-
-    def view(self, at: float | None) -> Mapping[str, Any]:
-        """Returns the view of now."""
-
-
 @final
 class Streams:
     """Opens streams, not more than there may be at once.
@@ -48,7 +37,7 @@ class Streams:
     """
 
     def __init__(self, source: Viewed) -> None:
-        self._source = source
+        self._patches = Patches(source)
         self.count = 0
         self.ends: Callable[[], bool] = lambda: False
         """Whether all streams are to end."""
@@ -76,17 +65,17 @@ class Streams:
         headers = [(k.lower().encode(), v.encode()) for k, v in _HEADERS.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await put(_FILLER)
-        seen, view, quiet_s = self._source.changes, self._source.view(None), 0.0
-        await put(_event("state", 1, view))
-        number = 1
+        view = await run_in_threadpool(self._patches.view, _tick())
+        await put(_event("state", 1, as_json(view)))
+        number, quiet_s = 1, 0.0
         while not self.ends():
-            await asyncio.sleep(EVERY_S)
+            # All readers look at the same moments, and share what they see.
+            await asyncio.sleep(EVERY_S - _now() % EVERY_S)
+            view, patch = await run_in_threadpool(self._patches.after, view, _tick())
             quiet_s += EVERY_S
-            if self._source.changes != seen:
-                seen, before, view = self._source.changes, view, self._source.view(None)
-                if change := difference(before, view):
-                    number, quiet_s = number + 1, 0.0
-                    await put(_event("patch", number, change))
+            if patch:
+                number, quiet_s = number + 1, 0.0
+                await put(_event("patch", number, patch))
             if quiet_s >= KEEP_S:
                 quiet_s = 0.0
                 await put(b": keep\n\n")
@@ -117,6 +106,13 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _event(name: str, number: int, data: Mapping[str, Any]) -> bytes:
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _tick() -> int:
+    return int(_now() / EVERY_S)
+
+
+def _event(name: str, number: int, text: str) -> bytes:
     return f"event: {name}\nid: {number}\ndata: {text}\n\n".encode()

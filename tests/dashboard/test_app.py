@@ -2,13 +2,18 @@
 
 import asyncio
 import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
 
 import httpx
 import pytest
 
 from jgraph.dashboard.app import App, page_files
 from jgraph.dashboard.guard import Guard
+from jgraph.dashboard.merge_patch import patched
 from jgraph.dashboard.metrics import exposition
+from jgraph.dashboard.patches import Patches
 from tests.support.board_facts import PS
 from tests.support.dashboards import Imagined, scene
 
@@ -279,3 +284,31 @@ def test_metrics_are_as_prometheus_reads_them() -> None:
     assert {s.labels["path"] for s in sent} == {"stream", "shared"}
     (alarm,) = families["jgraph_alarm"].samples
     assert alarm.labels["level"] == "warning"
+
+
+class Counted(Imagined):
+    """Counts how often somebody looks."""
+
+    looks = 0
+
+    def view(self, at: float | None) -> Mapping[str, Any]:
+        self.looks += 1
+        return super().view(at)
+
+
+def test_a_change_is_looked_at_once_for_all_who_read() -> None:
+    source, facts = Counted(scene()[:50]), scene()[50:]
+    patches = Patches(source)
+    first = patches.view(1)
+    for fact in facts:
+        source.board.take(fact)
+    assert [patches.after(first, 1) for _ in range(2)] == [(first, "")] * 2
+    told = [patches.after(first, 2) for _ in range(3)]
+    assert source.looks == 2
+    assert len({id(patch) for _, patch in told}) == 1
+    view, patch = told[0]
+    assert patched(first, json.loads(patch)) == view == source.board.view()
+    assert patches.after(view, 3) == (view, "")
+    source.board.take(facts[-1])
+    later, patch = patches.after(first, 4)  # a slow reader has missed a tick
+    assert patched(first, json.loads(patch)) == later
