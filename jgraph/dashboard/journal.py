@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, Final, final
 
-from jgraph.coordination.watch.facts import Fact, checked
+from jgraph.coordination.watch.facts import Fact, checked, clean
 from jgraph.dashboard.merge_patch import difference, patched
 from jgraph.errors import JournalError
 
@@ -147,7 +147,8 @@ class JournalReader:
                     )
                 told = _decoded(line)
                 if isinstance(told, dict) and told.get("kind") == "change":
-                    told = None if status is None else patched(status, told["change"])
+                    change = clean(told.get("change"))  # as deep as a fact, no deeper
+                    told = None if status is None else patched(status, change)
                 fact = checked(told)
                 if fact is None:
                     self.skipped += told != HEAD

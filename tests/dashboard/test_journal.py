@@ -119,6 +119,24 @@ def test_a_line_that_was_cut_off_is_skipped(journal: Path) -> None:
     assert reader.skipped == 1
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"kind": "change", "time": 5}',
+        '{"kind": "change", "change": ' + '{"a": ' * 5000 + "5" + "}" * 5001,
+        '{"kind": "runs", "time": 1' + "0" * 400 + "}",
+        '{"kind": "change", "change": {"time": 1' + "0" * 400 + "}}",
+    ],
+    ids=["no change", "deep change", "large time", "change to a large time"],
+)
+def test_a_strange_line_breaks_no_replay(journal: Path, line: str) -> None:
+    with journal.open("a") as file:
+        file.write(line + "\n")
+    replay = ReplayedBoard(journal)
+    assert replay.at().view()["cluster"]["tasks"] == 2
+    assert replay.last == START + 4
+
+
 def test_a_damaged_line_is_skipped_and_counted(journal: Path) -> None:
     lines = journal.read_bytes().splitlines(keepends=True)
     lines[2] = b'{"kind": "stat\xff\n'

@@ -55,7 +55,7 @@ def clean(value: Any, depth: int = _DEPTH) -> Any:
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int | float):
-        return value if math.isfinite(value) and abs(value) < 1e300 else None
+        return value if abs(value) < 1e300 else None
     if depth and isinstance(value, Mapping):
         some = list(value.items())[:_ENTRIES]
         return {_text(str(key)): clean(inner, depth - 1) for key, inner in some}
