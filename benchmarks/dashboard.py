@@ -2,15 +2,15 @@
 
 ``--part cost``: steps/s of a scalar null step with a dashboard, its journal and three
 pages that are open, and without, in turns; CPU of the master meanwhile, in cores, and
-of the dashboard's process. ``--part board``: memory after so many simulated seconds of
-64 tasks and a run, halfway and at the end, and the time of a fact. ``--part page``, in
-the Chromium of this machine: from the address to the first sentence, the bytes of all
-files, and from a fact to the text on the screen. Prints a JSON line for each.
+of the dashboard's process, and the memory of that. ``--part board``: what a board of 64
+tasks and a run has taken of memory after so many simulated seconds, halfway and at the
+end, and the time of a fact. ``--part page``, in the Chromium of this machine: from the
+address to the first sentence, the bytes of all files, and from a fact to the text on
+the screen. Prints a JSON line for each.
 """
 
 import contextlib
 import json
-import shutil
 import tempfile
 import threading
 import time
@@ -27,6 +27,7 @@ from benchmarks.rows import Row, each, print_rows
 from jgraph.coordination.watch.board import Board
 from jgraph.dashboard.app import page_files
 from tests.support.board_facts import PS, START, WORKERS, report, run, status, task
+from tests.support.chromium import CHROMIUM
 from tests.support.dashboards import Imagined, scene, serving
 
 PARTS = ("cost", "board", "page")
@@ -36,7 +37,8 @@ ROWS = (
     Row(["dashboard --part page"], each("fact_to_pixel_s"), "s"),
     Row(["dashboard --part page"], each("load_s"), "s"),
     Row(["dashboard --part page"], each("page_kb"), "kB"),
-    Row(["dashboard --part board"], each("rss_mb"), "MB"),
+    Row(["dashboard --part cost"], each("rss_mb"), "MB"),
+    Row(["dashboard --part board"], each("board_mb"), "MB"),
 )
 
 
@@ -66,6 +68,7 @@ def cost(rounds: int, seconds: float) -> None:
         steps = measure.steps_for(lambda n: work.run(1, n), seconds, 200)
         master = str(work.cluster.master)
         cores: dict[str, list[float]] = {"watched": [], "alone": [], "board": []}
+        memory: list[float] = []
 
         def rate(kind: str, board: psutil.Process | None = None) -> float:
             began, cpu = time.perf_counter(), work.cpu_seconds()[master]
@@ -75,6 +78,7 @@ def cost(rounds: int, seconds: float) -> None:
             cores[kind].append((work.cpu_seconds()[master] - cpu) / took)
             if board is not None:
                 cores["board"].append((measure.cpu_seconds(board.pid) - own) / took)
+                memory.append(rss_mb(board))
             return steps / took
 
         def watched() -> float:
@@ -96,6 +100,7 @@ def cost(rounds: int, seconds: float) -> None:
         **measure.spread("ratio", ratios, 3),
         master_cores_more=round(more, 3),
         board_cores=round(median(cores["board"]), 3),
+        rss_mb=round(max(memory), 1),
     )
 
 
@@ -133,7 +138,8 @@ def read_events(url: str, ended: threading.Event) -> None:
 
 def board(seconds: int, count: int) -> None:
     """A long time of a large cluster, in one process."""
-    seen, facts, process = Board(), 0, psutil.Process()
+    seen, facts = Board(), 0
+    before = rss_mb(psutil.Process())
     names = [PS, *(f"/job:worker/task:{index}" for index in range(count - 1))]
     halfway, began = 0.0, time.perf_counter()
     for second in range(seconds):
@@ -147,7 +153,7 @@ def board(seconds: int, count: int) -> None:
             seen.take(report(second, worker))
         facts += 2 + len(WORKERS)
         if second == seconds // 2:
-            halfway = process.memory_info().rss / 1e6
+            halfway = rss_mb(psutil.Process()) - before
     took = time.perf_counter() - began
     measure.emit(
         "dashboard",
@@ -157,8 +163,12 @@ def board(seconds: int, count: int) -> None:
         fact_us=round(took / facts * 1e6, 1),
         view_kb=round(len(json.dumps(seen.view())) / 1e3, 1),
         halfway_mb=round(halfway, 1),
-        rss_mb=round(process.memory_info().rss / 1e6, 1),
+        board_mb=round(rss_mb(psutil.Process()) - before, 1),
     )
+
+
+def rss_mb(process: psutil.Process) -> float:
+    return float(process.memory_info().rss) / 1e6
 
 
 def page(rounds: int) -> None:
@@ -168,7 +178,7 @@ def page(rounds: int) -> None:
     loads, seen = [], []
     with sync_playwright() as started:
         browser = started.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+            executable_path=CHROMIUM, args=["--no-sandbox"]
         )
         for _ in range(rounds):
             source = Imagined(scene(time.time() - START - 120))

@@ -1,6 +1,5 @@
 """The page in the Chromium of this machine, driven by Playwright; none is fetched."""
 
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,17 +13,13 @@ from jgraph.clock import WallClock
 from jgraph.dashboard.journaled_board import JournaledBoard
 from jgraph.dashboard.sources import ReplaySource
 from tests.support.board_facts import START, WORKERS, status
+from tests.support.chromium import CHROMIUM, needs_chromium
 from tests.support.dashboards import EVIL, Imagined, scene, serving
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="needs jgraph[browser]", exc_type=ImportError
 )
-CHROMIUM = shutil.which("chromium")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.procs,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.procs, needs_chromium]
 TITLES = (
     *("Overview", "Training", "Workers", "Tasks", "Traffic", "Parameters"),
     *("Checkpoints and events", "About"),

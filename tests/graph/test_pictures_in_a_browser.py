@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 from html import unescape
 from pathlib import Path
@@ -16,8 +15,8 @@ from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.schedule import schedule
 from jgraph.view.svg import Picture
+from tests.support.chromium import CHROMIUM, needs_chromium
 
-CHROMIUM: Final = shutil.which("chromium") or shutil.which("chromium-browser")
 LOADS: Final = 50
 FLAGS: Final = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"),
@@ -71,7 +70,7 @@ def graph_of(layers: int) -> Picture:
 
 @pytest.mark.slow
 @pytest.mark.procs
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+@needs_chromium
 def test_pictures_are_whole_in_fifty_of_fifty_loads(tmp_path: Path) -> None:
     timed = schedule("1f1b", stages=4, tasks=4, microbatches=16)
     pictures = [graph_of(1), graph_of(12), timed.show()]
