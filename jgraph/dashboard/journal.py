@@ -5,6 +5,7 @@ with a line that says what it is. A status is written as the difference from the
 before, as most of it is the same, and whole at the beginning of each file.
 """
 
+import fcntl
 import gzip
 import json
 import os
@@ -33,7 +34,7 @@ class JournalWriter:
       all_bytes: of the packed files together; the oldest go.
 
     Raises:
-      JournalError: there is another file of this name, or a link.
+      JournalError: there is another file of this name, or another dashboard writes it.
       OSError: it cannot be written.
     """
 
@@ -73,6 +74,14 @@ class JournalWriter:
     def _open(self) -> BinaryIO:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.fdopen(os.open(self._path, flags, 0o600), "ab")
+        try:  # what two wrote as differences, each from its own, would mean nothing
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise JournalError(
+                f"another dashboard writes the journal {self._path}; name another file",
+                path=str(self._path),
+            ) from error
         if not file.tell():
             file.write(_line_of(HEAD))
             file.flush()

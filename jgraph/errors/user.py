@@ -252,9 +252,10 @@ class HttpRequestError(UserError):
 
 
 class JournalError(UserError):
-    """No journal of a dashboard, or one too large.
+    """No journal of a dashboard, or one too large or in use.
 
-    The file is of another program or version, is a link, or holds more than is read.
+    The file is of another program or version, is a link, holds more than is read, or
+    is what another dashboard writes.
 
     What to do: name a file that `jgraph dashboard --journal` wrote.
     """

@@ -101,6 +101,18 @@ def test_a_journal_is_gone_on_with(tmp_path: Path) -> None:
     assert list(JournalReader(path)) == [status(0), status(1)]
 
 
+def test_a_journal_has_one_writer(tmp_path: Path) -> None:
+    path = tmp_path / "board.jsonl"
+    writer = JournalWriter(path, part_bytes=10)
+    writer.write(status(0))  # another file is begun
+    with pytest.raises(JournalError, match="another dashboard writes"):
+        JournalWriter(path)
+    writer.write(status(1))
+    assert list(JournalReader(path)) == [status(0), status(1)]
+    writer.close()
+    JournalWriter(path).close()
+
+
 @pytest.fixture
 def journal(tmp_path: Path) -> Path:
     path = tmp_path / "board.jsonl"
