@@ -95,7 +95,13 @@ def dashboard(
     if grafana is not None:
         from jgraph.dashboard.grafana import dashboard as of_grafana
 
-        grafana.write_text(json.dumps(of_grafana(), indent=1) + "\n")
+        try:
+            grafana.write_text(json.dumps(of_grafana(), indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {grafana}: {error.strerror}; name a file in a directory "
+                "of yours with --grafana"
+            ) from error
         text = f"wrote {grafana}; in Grafana: Dashboards, New, Import"
         say({"path": str(grafana)}, text, as_json=as_json)
         return
@@ -133,6 +139,8 @@ def _source(
     from jgraph.dashboard.sources import LiveSource, ReplaySource
 
     if replay is not None:
+        if journal is not None:
+            raise typer.BadParameter("--replay asks no cluster, and has no --journal")
         yield ReplaySource(replay, None if at is None else _seconds(at))
         return
     if at is not None:

@@ -81,7 +81,11 @@ class DashboardServer:
         self.port = self._socket.getsockname()[1]
         token = secrets.token_urlsafe(32)
         if options.token_file is not None:
-            _write_secret(options.token_file, token)
+            try:
+                _write_secret(options.token_file, token)
+            except ConfigError:
+                self._socket.close()
+                raise
         guard = Guard(
             token,
             self.port,
@@ -136,7 +140,7 @@ def _write_secret(path: Path, token: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"cannot write the token to {path}: {error.strerror}; name a file in a "
-            "directory of yours with --token-file"
+            "directory of yours with --view-token-file"
         ) from error
 
 

@@ -93,6 +93,9 @@ def test_a_cluster_of_this_machine_has_a_dashboard_if_asked_for(
         (["--embed-origin", "*"], 1, "JG-124 --embed-origin '*' is no origin"),
         (["--journal", "/no/such/place"], 1, "JG-124 cannot write the journal"),
         (["--at", "yesterday"], 2, "--at is a time of a journal"),
+        (["--replay", "a", "--journal", "b"], 2, "--replay asks no cluster"),
+        (["--grafana", "no/g.json"], 1, "JG-124 cannot write no/g.json: No such file"),
+        (["--view-token-file", "no/token"], 1, "of yours with --view-token-file"),
         (["--port", "70000"], 2, "65535"),
     ],
 )
