@@ -54,7 +54,8 @@ class Poller:
         self._every_s = every_s
         self._looks = 0
         self._events: EventTail | None = None
-        self._followed: dict[str, tuple[str, int]] = {}
+        self._followed: dict[str, tuple[TaskName, int] | None] = {}
+        """Master and term at which a run is followed; None: that was lost."""
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._go_on, name="jgraph-poll", daemon=True
@@ -108,9 +109,10 @@ class Poller:
     def _follow(self, run: RunInfo, status: ClusterStatus) -> None:
         """Follows a run at its newest master, from its first report on."""
         at = (run.master, run.term)
-        if self._followed.get(run.name) == at:
-            return
         begun_anew = run.name in self._followed
+        before = self._followed.get(run.name)
+        if before == at or (begun_anew and before is None and run.state != "running"):
+            return
         self._followed[run.name] = at
         address = status.cluster.address(run.master)
         threading.Thread(
@@ -137,3 +139,5 @@ class Poller:
         except JGError as error:
             # That it failed, or has another master, shows in the list of runs.
             _LOG.info("run '%s' is not followed any more: %s", run.name, error)
+            if self._followed[run.name] == (run.master, run.term):
+                self._followed[run.name] = None  # again, if it still runs

@@ -3,8 +3,9 @@
 import json
 import shutil
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import optax
@@ -13,10 +14,15 @@ import pytest
 from flax import nnx
 
 import jgraph as jg
-from jgraph.clock import SystemClock
+from jgraph.client.inspect import ClusterInspector, inspecting
+from jgraph.client.runs.runs import RunInfo
+from jgraph.clock import SystemClock, WallClock
 from jgraph.cluster.polling import Polling
+from jgraph.coordination.watch.facts import Fact
 from jgraph.dashboard.journaled_board import ReplayedBoard
-from jgraph.errors import ConfigError, JGError
+from jgraph.dashboard.poll import Poller
+from jgraph.errors import ConfigError, JGError, TaskLostError
+from jgraph.rpc.transport import Frame
 
 pytestmark = [pytest.mark.slow, pytest.mark.procs]
 
@@ -97,6 +103,52 @@ def test_a_run_is_seen_live_and_again_when_all_is_over(tmp_path: Path) -> None:
     assert replay.at(last["time"]).view()["runs"] == last["runs"]
     assert "lost:/job:worker/task:1" in {a.id for a in replay.at().alarms()}
     assert repr(board) == "<Dashboard closed>"
+
+
+class Cut:
+    """Asks a cluster; the connection on which it follows a run is lost once.
+
+    Args:
+      visit: asks it.
+    """
+
+    def __init__(self, visit: ClusterInspector) -> None:
+        self._visit = visit
+        self._is_cut = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._visit, name)
+
+    def reports(self, run: RunInfo, address: str) -> Iterator[Frame]:
+        for message in self._visit.reports(run, address):
+            yield message
+            if not self._is_cut:
+                self._is_cut = True
+                raise TaskLostError(f"{run.master} is lost", task=run.master)
+
+
+def test_a_run_is_followed_again_after_its_connection_was_lost() -> None:
+    rng = np.random.default_rng(0)
+    data = {"x": rng.normal(size=(256, 4)).astype(np.float32)}
+    data["y"] = data["x"].sum(1)
+    facts: list[Fact] = []
+    with (
+        jg.LocalCluster(ps=1, workers=1) as cluster,
+        inspecting(cluster.target) as visit,
+    ):
+        poller = Poller(cast(Any, Cut(visit)), facts.append, WallClock(), 0.1)
+        poller.start()
+        model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+        with jg.Trainer(model, loss, optax.sgd(0.01), cluster=cluster) as trainer:
+            run = trainer.fit(data, steps=10**6, batch_size=16, block=False)
+
+            def told_anew() -> bool:
+                kinds = [bool(f.get("anew")) for f in facts if f["kind"] == "report"]
+                return True in kinds and kinds[-1] is False
+
+            wait_for("the reports of the run, again,", told_anew)
+            run.stop()
+        poller.stop()
 
 
 def test_why_a_dashboard_did_not_start_is_said(tmp_path: Path) -> None:
