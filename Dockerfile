@@ -4,7 +4,7 @@ FROM python:3.13-slim AS build
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY jgraph ./jgraph
-RUN python -m venv /opt/jgraph && /opt/jgraph/bin/pip install --no-cache-dir .
+RUN python -m venv /opt/jgraph && /opt/jgraph/bin/pip install --no-cache-dir '.[serve]'
 
 FROM python:3.13-slim
 COPY --from=build /opt/jgraph /opt/jgraph

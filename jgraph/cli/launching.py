@@ -1,11 +1,14 @@
 """Files for Slurm and Kubernetes, printed; nothing is submitted or applied."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jgraph.cli.options import Json, say
+
+if TYPE_CHECKING:
+    from jgraph.launch.kubernetes import Manifest
 
 slurm = typer.Typer(help="Clusters of Slurm.", no_args_is_help=True)
 k8s = typer.Typer(help="Clusters of Kubernetes.", no_args_is_help=True)
@@ -72,7 +75,8 @@ def render_k8s(
             exists=True,
             file_okay=False,
             help="Directory that `jgraph certs` wrote, for the Secret. If unset, make"
-            " the Secret NAME-secret yourself.",
+            " the Secret NAME-secret yourself. With --serve: of token, tls.crt, and "
+            "tls.key, for the Secrets NAME-serve-token and NAME-serve-tls.",
         ),
     ] = None,
     ps_cpu: Annotated[str, typer.Option(help="Cores of a ps.")] = "1",
@@ -80,12 +84,54 @@ def render_k8s(
     worker_cpu: Annotated[str, typer.Option(help="Cores of a worker.")] = "1",
     worker_memory: Annotated[str, typer.Option(help="Memory of a worker.")] = "2Gi",
     worker_gpus: Annotated[int, typer.Option(min=0, help="GPUs of a worker.")] = 0,
+    serve: Annotated[
+        str,
+        typer.Option(
+            help="Print a server of exported models in place of a cluster; they are in"
+            " the PersistentVolumeClaim of this name.",
+            metavar="CLAIM",
+        ),
+    ] = "",
+    replicas: Annotated[int, typer.Option(min=1, help="Pods of --serve.")] = 2,
+    serve_cpu: Annotated[str, typer.Option(help="Cores of a pod of --serve.")] = "1",
+    serve_memory: Annotated[
+        str, typer.Option(help="Memory of a pod of --serve.")
+    ] = "2Gi",
+    serve_gpus: Annotated[
+        int, typer.Option(min=0, help="GPUs of a pod of --serve.")
+    ] = 0,
+    insecure_i_accept: Annotated[
+        bool,
+        typer.Option(
+            "--insecure-i-accept",
+            help="With --serve: plain text, to pods with the label jgraph-client only.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print manifests for kubectl apply: a StatefulSet of ps, a Job of workers."""
-    from jgraph.launch.kubernetes import Deployment, Size, as_yaml
+    from jgraph.errors import ConfigError
+    from jgraph.launch.kubernetes import Deployment, Size
+    from jgraph.launch.kubernetes_serving import ModelDeployment
 
-    files = sorted(certs.iterdir()) if certs else []
+    paths = sorted(certs.iterdir()) if certs else []
+    files = {path.name: path.read_bytes() for path in paths if path.is_file()}
+    if insecure_i_accept and not serve:
+        raise ConfigError("a cluster has TLS; --insecure-i-accept is for --serve")
+    if jobset and serve:
+        raise ConfigError("a JobSet is of a cluster; leave --jobset or --serve away")
+    if serve:
+        servers = ModelDeployment(
+            image,
+            serve,
+            replicas,
+            name,
+            size=Size(serve_cpu, serve_memory, serve_gpus),
+            tls=not insecure_i_accept,
+            files=files,
+        )
+        _say_manifests(servers.manifests(), as_json=as_json)
+        return
     deployment = Deployment(
         image,
         ps,
@@ -96,8 +142,14 @@ def render_k8s(
             "ps": Size(ps_cpu, ps_memory),
             "worker": Size(worker_cpu, worker_memory, worker_gpus),
         },
-        files={path.name: path.read_bytes() for path in files},
+        files=files,
     )
     found = deployment.jobset() if jobset else deployment.plain()
+    _say_manifests(found, as_json=as_json)
+
+
+def _say_manifests(found: "list[Manifest]", *, as_json: bool) -> None:
+    from jgraph.launch.kubernetes import as_yaml
+
     listed = {"apiVersion": "v1", "kind": "List", "items": found}
     say(listed, lambda: as_yaml(found).rstrip(), as_json=as_json)

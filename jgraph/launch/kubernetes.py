@@ -22,6 +22,18 @@ GRACE_S: Final = 40
 TOLD: Final = 143
 """Exit code of a server after SIGTERM. Its pod has failed then, and is made again; 0
 would complete its index of a Job for good when a node is drained, or a probe fails."""
+POD_SECURITY: Final[Manifest] = {
+    "runAsNonRoot": True,
+    "runAsUser": USER,
+    "runAsGroup": USER,
+    "fsGroup": USER,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+CONTAINER_SECURITY: Final[Manifest] = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
 _QUANTITY: Final = re.compile(r"\d+(\.\d+)?(m|[kKMGTPE]i?)?")
 _SECRET: Final = "/etc/jgraph/secret"  # where it is mounted
 _CLUSTER: Final = "/etc/jgraph/cluster"
@@ -211,13 +223,7 @@ class Deployment:
             "subdomain": self.name,
             "terminationGracePeriodSeconds": GRACE_S,
             "automountServiceAccountToken": False,
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": USER,
-                "runAsGroup": USER,
-                "fsGroup": USER,
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
+            "securityContext": POD_SECURITY,
             "containers": [self._container(job)],
             "volumes": [
                 {"name": "cluster", "configMap": {"name": f"{self.name}-cluster"}},
@@ -261,11 +267,7 @@ class Deployment:
             "readinessProbe": {**probe, "periodSeconds": 5},
             "livenessProbe": {**probe, "periodSeconds": 10, "failureThreshold": 3},
             "resources": self.sizes.get(job, Size()).resources(),
-            "securityContext": {
-                "allowPrivilegeEscalation": False,
-                "readOnlyRootFilesystem": True,
-                "capabilities": {"drop": ["ALL"]},
-            },
+            "securityContext": CONTAINER_SECURITY,
             "volumeMounts": [
                 *(
                     {"name": name, "mountPath": path, "readOnly": True}
@@ -282,9 +284,20 @@ class Deployment:
     def _object(
         self, version: str, kind: str, name: str, spec: Manifest | None = None
     ) -> Manifest:
-        metadata = {"name": name, "labels": self._labels()}
-        found: Manifest = {"apiVersion": version, "kind": kind, "metadata": metadata}
-        return found if spec is None else {**found, "spec": spec}
+        return an_object(version, kind, name, self._labels(), spec)
+
+
+def an_object(
+    version: str,
+    kind: str,
+    name: str,
+    labels: Mapping[str, str],
+    spec: Manifest | None = None,
+) -> Manifest:
+    """Returns an object of Kubernetes; without ``spec`` its caller adds what it has."""
+    metadata = {"name": name, "labels": dict(labels)}
+    found: Manifest = {"apiVersion": version, "kind": kind, "metadata": metadata}
+    return found if spec is None else {**found, "spec": spec}
 
 
 def as_yaml(manifests: Sequence[Manifest]) -> str:
@@ -292,7 +305,10 @@ def as_yaml(manifests: Sequence[Manifest]) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Of its own, since representers are added to a class."""
+        """Of its own, since representers are added to a class; repeats equal parts."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
         style = "|" if "\n" in value else None

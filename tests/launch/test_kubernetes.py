@@ -1,7 +1,6 @@
 """Manifests: what Kubernetes knows, and pods that find each other."""
 
 import base64
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from jsonschema import Draft7Validator, ValidationError
+from jsonschema import ValidationError
 
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import ConfigError
@@ -17,9 +16,9 @@ from jgraph.graph.device import TaskName
 from jgraph.launch.identity import task_here
 from jgraph.launch.kubernetes import Deployment, Manifest, Size, as_yaml
 from jgraph.rpc.security.certificates import make_certificates
+from tests.support.kubernetes_schema import check
 
 HERE = Path(__file__).parent
-SCHEMA = json.loads((HERE / "kubernetes_schema.json").read_text(encoding="utf-8"))
 OF_TASKS = [*(f"ps-{n}" for n in range(2)), *(f"worker-{n}" for n in range(4))]
 SMALL = Deployment("jgraph:0.1", ps=1, workers=2)
 FULL = Deployment(
@@ -36,14 +35,6 @@ FULL = Deployment(
         "ca.crt": b"-",
     },
 )
-
-
-def check(manifest: Manifest) -> None:
-    """Refuses fields that Kubernetes does not have, and those of another type."""
-    kind = manifest["kind"]
-    root = kind if kind == "JobSet" else f"V1{kind}"
-    schema = {"$ref": f"#/definitions/{root}", "definitions": SCHEMA["definitions"]}
-    Draft7Validator(schema).validate(manifest)
 
 
 def by_kind(manifests: list[Manifest]) -> dict[str, Manifest]:
