@@ -142,8 +142,8 @@ def mesh_axes(exported: Any) -> dict[str, int]:
 
     What JAX says of its arguments in public names them, and not their sizes.
     """
-    taken, made = exported._in_named_shardings, exported._out_named_shardings  # noqa: SLF001
-    for sharding in (*taken, *made):
+    inputs, outputs = exported._in_named_shardings, exported._out_named_shardings  # noqa: SLF001
+    for sharding in (*inputs, *outputs):
         if sharding is not None and not sharding.mesh.empty:
             return dict(sharding.mesh.shape)
     return {"all": exported.nr_devices}
@@ -350,9 +350,9 @@ def release_arguments() -> None:
 
 def type_error(equations: Sequence[Equation]) -> str | None:
     """Returns what JAX's checker finds wrong with the equations' types, or None."""
-    made = {v for e in equations for v in e.outvars}
+    outputs = {v for e in equations for v in e.outvars}
     used = dict.fromkeys(v for e in equations for v in e.invars if isinstance(v, Var))
-    free = [v for v in used if v not in made]
+    free = [v for v in used if v not in outputs]
     try:
         jax_core.check_jaxpr(build_jaxpr(invars=free, outvars=[], equations=equations))
     except jax_core.JaxprTypeError as error:

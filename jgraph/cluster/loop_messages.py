@@ -247,9 +247,11 @@ def recovery_of(body: pb.LoopReport) -> Recovery | None:
     """Returns that a run went back, if this is what a report tells."""
     if not body.HasField("restored"):
         return None
-    told = body.restored
-    lost = tuple(TaskName(task) for task in told.lost)
-    return Recovery(lost, told.step, told.back_to, told.seconds, told.told)
+    restored = body.restored
+    lost = tuple(TaskName(task) for task in restored.lost)
+    return Recovery(
+        lost, restored.step, restored.back_to, restored.seconds, restored.told
+    )
 
 
 def loop_order(request: LoopRequest) -> pb.RunLoop:

@@ -68,15 +68,15 @@ def check_platforms(platforms: Sequence[str]) -> None:
             )
 
 
-def check_seconds(name: str, given: object) -> None:
+def check_seconds(name: str, seconds: object) -> None:
     """Refuses what is no time to wait.
 
     Raises:
       ConfigError: it is no number, or a negative one.
     """
-    if not isinstance(given, Real) or not float(given) >= 0.0:
+    if not isinstance(seconds, Real) or not float(seconds) >= 0.0:
         raise ConfigError(
-            f"{name} is {given!r}; give a number of seconds, 0 or more, for example "
+            f"{name} is {seconds!r}; give a number of seconds, 0 or more, for example "
             f"{name}=30"
         )
 

@@ -30,7 +30,7 @@ TLSFiles: TypeAlias = Union[str, os.PathLike[str], "TLS"]  # a name to come
 """The directory that ``jgraph certs`` wrote, or the three files."""
 
 
-def as_tls(given: TLSFiles | None, task: TaskName | None) -> "TLS | None":
+def as_tls(tls: TLSFiles | None, task: TaskName | None) -> "TLS | None":
     """Returns the certificate files of a task (None: of a client).
 
     Raises:
@@ -38,12 +38,12 @@ def as_tls(given: TLSFiles | None, task: TaskName | None) -> "TLS | None":
     """
     from jgraph.rpc.security.tls import TLS
 
-    if given is None or isinstance(given, TLS):
-        return given
-    if isinstance(given, str | os.PathLike):
-        return TLS.of(given, task)
+    if tls is None or isinstance(tls, TLS):
+        return tls
+    if isinstance(tls, str | os.PathLike):
+        return TLS.of(tls, task)
     raise ConfigError(
-        f"tls={given!r:.60} is no option; give the directory that `jgraph certs` "
+        f"tls={tls!r:.60} is no option; give the directory that `jgraph certs` "
         "wrote, or jg.TLS(cert=…, key=…, ca=…)"
     )
 
@@ -163,12 +163,12 @@ def check_data_encryption(choice: str) -> None:
         )
 
 
-def bound_data_port(choice: TransportChoice, given: DataPort) -> int | None:
+def bound_data_port(choice: TransportChoice, data_port: DataPort) -> int | None:
     """Returns the port to listen at for frames (0: a free one); None: at none.
 
     Args:
       choice: of the task.
-      given: what the user gave.
+      data_port: what the user gave.
 
     Raises:
       ConfigError: that is neither a port nor ``"off"``.
@@ -177,15 +177,15 @@ def bound_data_port(choice: TransportChoice, given: DataPort) -> int | None:
       >>> bound_data_port("auto", "8472"), bound_data_port("auto", "off")
       (8472, None)
     """
-    if given == "off":
+    if data_port == "off":
         return None
     try:
-        port = int(given)
+        port = int(data_port)
     except (TypeError, ValueError):
         port = -1
     if not 0 <= port <= 65535:
         raise ConfigError(
-            f"data_port={given!r:.40} is no port; give a number up to 65535 (0 takes a "
-            "free one), or 'off'"
+            f"data_port={data_port!r:.40} is no port; give a number up to 65535 (0 "
+            "takes a free one), or 'off'"
         )
     return None if choice == "stream" else port

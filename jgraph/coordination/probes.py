@@ -90,7 +90,7 @@ def _pieces() -> dict[str, Alone]:
             h = (h @ w) * (1.0 / _K)
         return [h]
 
-    made: Mapping[str, tuple[Callable[..., list[Any]], tuple[Any, ...]]] = {
+    pieces: Mapping[str, tuple[Callable[..., list[Any]], tuple[Any, ...]]] = {
         "make": (make, (x,)),
         "products": (products, (h, w)),
         "link": (lambda v, h: [v + h[0, 0]], (v, h)),
@@ -100,7 +100,7 @@ def _pieces() -> dict[str, Alone]:
         "end": (lambda v: [v[0]], (v,)),
         "idle": (lambda s: [s + 1.0], (x,)),
     }
-    return {name: alone(name, fn, *args) for name, (fn, args) in made.items()}
+    return {name: alone(name, fn, *args) for name, (fn, args) in pieces.items()}
 
 
 @final

@@ -133,10 +133,10 @@ class Guard:
 
     def _check_token(self, request: Request, *tokens: bytes) -> Refused | None:
         shown = [v.partition(" ") for v in request.all("authorization")]
-        given = [t.encode() for scheme, _, t in shown if scheme.lower() == "bearer"]
+        offered = [t.encode() for scheme, _, t in shown if scheme.lower() == "bearer"]
         # All are compared, whatever the first comparison gave.
-        good = [hmac.compare_digest(g, t) for g in given for t in tokens if t]
-        if len(given) == 1 and any(good):
+        good = [hmac.compare_digest(g, t) for g in offered for t in tokens if t]
+        if len(offered) == 1 and any(good):
             return None
         return Refused(
             401,

@@ -154,13 +154,13 @@ class JournalReader:
                         "and no more is read; name one of its parts",
                         path=str(self._path),
                     )
-                told = _decoded(line)
-                if isinstance(told, dict) and told.get("kind") == "change":
-                    change = clean(told.get("change"))  # as deep as a fact, no deeper
-                    told = None if status is None else patched(status, change)
-                fact = checked(told)
+                entry = _decoded(line)
+                if isinstance(entry, dict) and entry.get("kind") == "change":
+                    change = clean(entry.get("change"))  # as deep as a fact, no deeper
+                    entry = None if status is None else patched(status, change)
+                fact = checked(entry)
                 if fact is None:
-                    self.skipped += told != HEAD
+                    self.skipped += entry != HEAD
                     continue
                 if fact["kind"] == "status":
                     status = fact

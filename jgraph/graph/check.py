@@ -111,8 +111,8 @@ def _check_inputs(graph: Graph) -> None:
                 f"graph '{graph.name}' lists {want} {what} and its jaxpr has {have}"
             )
     for var, (what, aval, ref) in zip(jaxpr.invars, expected, strict=True):
-        given = _compat.array_type(var)
-        same = (given.shape, given.dtype) == (aval.shape, aval.dtype)
+        array = _compat.array_type(var)
+        same = (array.shape, array.dtype) == (aval.shape, aval.dtype)
         if not same or _compat.is_ref(var.aval) != ref:
             raise GraphError(
                 f"{what} of graph '{graph.name}' is {aval.dtype}{list(aval.shape)} "
@@ -123,19 +123,19 @@ def _check_inputs(graph: Graph) -> None:
 def _check_definitions(view: _View) -> None:
     """Every value is made once, before it is used."""
     jaxpr = view.graph.jaxpr
-    made = {*jaxpr.constvars, *jaxpr.invars}
+    defined = {*jaxpr.constvars, *jaxpr.invars}
     for i, equation in enumerate(view.graph.equations):
         for v in equation.invars:
-            if not isinstance(v, Literal) and v not in made:
+            if not isinstance(v, Literal) and v not in defined:
                 raise view.fail(
                     GraphError, i, f"{view.name(v)} is used before it is made"
                 )
         for v in equation.outvars:
-            if v in made:
+            if v in defined:
                 raise view.fail(GraphError, i, f"{view.name(v)} is made twice")
-        made.update(equation.outvars)
+        defined.update(equation.outvars)
     for path, v in zip(view.graph.fetches, jaxpr.outvars, strict=True):
-        if not isinstance(v, Literal) and v not in made:
+        if not isinstance(v, Literal) and v not in defined:
             raise GraphError(
                 f"fetch '{path}' of graph '{view.graph.name}' is never made"
             )

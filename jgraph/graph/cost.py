@@ -39,12 +39,12 @@ def flops_of(equation: Equation) -> float:
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         shape = equation.invars[0].aval.shape
-        return 2.0 * _made(equation) * _elements(shape[n] for n in contracted)
+        return 2.0 * _largest_result(equation) * _elements(shape[n] for n in contracted)
     if name == "conv_general_dilated":
         out_axis = equation.params["dimension_numbers"].rhs_spec[0]
         kernel = list(equation.invars[1].aval.shape)
         kernel[out_axis] = 1
-        return 2.0 * _made(equation) * _elements(kernel)
+        return 2.0 * _largest_result(equation) * _elements(kernel)
     bodies = [
         flops_of_all(_compat.open_jaxpr(b).eqns)
         for _, b in _compat.inner_jaxprs(equation)
@@ -57,7 +57,7 @@ def flops_of(equation: Equation) -> float:
         return float(_size(equation.invars[0]))
     if bodies:
         return float(sum(bodies))
-    return 0.0 if name in _MOVES else float(_made(equation))
+    return 0.0 if name in _MOVES else float(_largest_result(equation))
 
 
 def flops_of_all(equations: Iterable[Equation]) -> float:
@@ -107,7 +107,7 @@ def nbytes_of_value(atom: Atom) -> int:
     return int(_size(atom)) * int(itemsize)
 
 
-def _made(equation: Equation) -> int:
+def _largest_result(equation: Equation) -> int:
     return max((_size(v) for v in equation.outvars), default=0)
 
 

@@ -78,9 +78,12 @@ def body_scene(
       specs: of the graph's variables, by their Refs.
       lane: of everything.
     """
-    made = {v for e in equations for v in e.outvars}
+    outputs = {v for e in equations for v in e.outvars}
     outside = dict.fromkeys(
-        v for e in equations for v in e.invars if isinstance(v, Var) and v not in made
+        v
+        for e in equations
+        for v in e.invars
+        if isinstance(v, Var) and v not in outputs
     )
     sources = {
         v: variable_item(specs[v], lane)

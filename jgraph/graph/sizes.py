@@ -102,23 +102,23 @@ def _is_of(feed: str, argument: str) -> bool:
 
 
 def _named_shape(text: str, feed: Feed, scope: Any, title: str) -> tuple[Any, ...]:
-    given = tuple(feed.aval.shape)
+    dims = tuple(feed.aval.shape)
     try:
-        shape = tuple(jax.export.symbolic_shape(text, scope=scope, like=given))
+        shape = tuple(jax.export.symbolic_shape(text, scope=scope, like=dims))
     except ValueError as error:
         shape, reason = (), f": {str(error).splitlines()[0]}"
     except IndexError:  # of _ where there is no such dimension
         shape, reason = (), ": it has more dimensions"
     else:
         reason = ""
-    fits = len(shape) == len(given) and all(
+    fits = len(shape) == len(dims) and all(
         want == have if isinstance(want, int) else is_feed_symbol(str(want))
-        for want, have in zip(shape, given, strict=True)
+        for want, have in zip(shape, dims, strict=True)
     )
     if not fits:
         raise ConfigError(
             f"symbolic gives argument {feed.name} of '{title}', which is "
-            f"{list(given)}, the shape '{text}'{reason}; a dimension is a number, _ "
+            f"{list(dims)}, the shape '{text}'{reason}; a dimension is a number, _ "
             "for the one it has, a name, or a number times a name, and ... stands for "
             "the rest: 'batch, ...'"
         )
@@ -199,13 +199,13 @@ class Sizes:
 
 def names_needed(equation: Equation) -> frozenset[str]:
     """Returns the names in an equation that no operand has as a dimension."""
-    told = {
+    named = {
         str(size)
         for atom in equation.invars
         for size in getattr(atom.aval, "shape", ())
         if _compat.is_symbolic(size)
     }
-    return frozenset(_mentioned(equation) - told)
+    return frozenset(_mentioned(equation) - named)
 
 
 def _mentioned(equation: Equation) -> set[str]:

@@ -49,11 +49,11 @@ class Size:
     gpus: int = 0
 
     def __post_init__(self) -> None:
-        for what, given in (("cpu", self.cpu), ("memory", self.memory)):
-            if not _QUANTITY.fullmatch(given):
+        for what, quantity in (("cpu", self.cpu), ("memory", self.memory)):
+            if not _QUANTITY.fullmatch(quantity):
                 raise ConfigError(
-                    f"{what} is '{given}', which is no quantity of Kubernetes; write "
-                    "for example cpu 500m or 2, memory 8Gi"
+                    f"{what} is '{quantity}', which is no quantity of Kubernetes; "
+                    "write for example cpu 500m or 2, memory 8Gi"
                 )
 
     def resources(self) -> Manifest:

@@ -170,14 +170,14 @@ def bound_socket(bind: str, port: int, advice: str) -> socket.socket:
       PortInUseError: something listens there; says ``advice``.
     """
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((bind, port))
+        listener.bind((bind, port))
     except OSError as error:
-        made.close()
+        listener.close()
         host = f"[{bind}]" if ":" in bind else bind
         raise PortInUseError(
             f"cannot listen at {host}:{port}: {error.strerror}; {advice}"
         ) from error
-    return made
+    return listener

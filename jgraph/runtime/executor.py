@@ -146,9 +146,9 @@ class StepValues:
         for value in loaded.taken_alone[index]:
             self._values.pop(value, None)
         for value in loaded.taken_by_more[index]:
-            left = self._uses.get(value, len(loaded.consumers[value])) - 1
-            self._uses[value] = left
-            if left == 0:
+            uses = self._uses.get(value, len(loaded.consumers[value])) - 1
+            self._uses[value] = uses
+            if uses == 0:
                 self._values.pop(value, None)
         self.remaining -= 1
         return ready

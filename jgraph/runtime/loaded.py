@@ -110,8 +110,8 @@ def load_partition(
     alone = [tuple(v for v in taken if len(consumers[v]) == 1) for taken in inputs]
     more = [tuple(v for v in taken if len(consumers[v]) > 1) for taken in inputs]
     releases = [
-        Counter(n for v in made for n in consumers[v]) + Counter(followers[index])
-        for index, made in enumerate(outputs)
+        Counter(n for v in results for n in consumers[v]) + Counter(followers[index])
+        for index, results in enumerate(outputs)
     ]
     return LoadedPartition(
         partition,

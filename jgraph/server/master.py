@@ -254,9 +254,9 @@ class Master:
         watched = bool(order.data_run) and not order.dealer
         order.dealer = order.dealer or self.task
         order.master = self.task
-        return self._told(order, frame(run_loop=order), watched=watched)
+        return self._reports(order, frame(run_loop=order), watched=watched)
 
-    async def _told(
+    async def _reports(
         self, order: pb.RunLoop, request: Frame, *, watched: bool
     ) -> AsyncIterator[Frame]:
         """Yields the reports of a loop, from which the dealer of its data learns."""

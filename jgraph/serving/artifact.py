@@ -168,23 +168,23 @@ def write_version(
     check_model_name(model.name)
     if version is not None and not 0 < version <= MAX_VERSION:
         raise ArtifactError(f"version={version}: give a number from 1 on")
-    made = model / f".new.{os.getpid()}.{os.urandom(4).hex()}.tmp"
+    draft = model / f".new.{os.getpid()}.{os.urandom(4).hex()}.tmp"
     try:
-        made.mkdir(parents=True)
-        leaves = _write_arrays(made / "arrays", arrays)
+        draft.mkdir(parents=True)
+        leaves = _write_arrays(draft / "arrays", arrays)
         failpoint("export.arrays_written")
-        (made / "programs").mkdir()
+        (draft / "programs").mkdir()
         for digest, code in programs.items():
-            _write(made / "programs" / digest, code)
-        _write(made / "example.npz", _packed(examples))
+            _write(draft / "programs" / digest, code)
+        _write(draft / "example.npz", _packed(examples))
         whole = ModelManifest(
             manifest.signatures, leaves, manifest.platforms, manifest.source
         )
-        _write(made / FILE, whole.to_json().encode())
-        for directory in (made / "arrays", made / "programs", made):
+        _write(draft / FILE, whole.to_json().encode())
+        for directory in (draft / "arrays", draft / "programs", draft):
             _sync(directory)
         failpoint("export.manifest_written")
-        number = _renamed(made, model, version)
+        number = _renamed(draft, model, version)
         _sync(model)
         failpoint("export.committed")
     except OSError as error:
@@ -192,18 +192,18 @@ def write_version(
             f"cannot write a version of {model}: {error.strerror or error}"
         ) from error
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
     return number
 
 
-def _renamed(made: Path, model: Path, version: int | None) -> int:
+def _renamed(draft: Path, model: Path, version: int | None) -> int:
     """Gives a version its number; of two that want the same, one gets the next."""
     while True:
         number = version or max(versions_in(model), default=0) + 1
         try:
             if (model / str(number)).exists():
                 raise FileExistsError(errno.EEXIST, "it exists")
-            made.rename(model / str(number))
+            draft.rename(model / str(number))
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise

@@ -135,12 +135,12 @@ class FunctionQueue:
         try:
             outputs = await asked.answer
         except (Exception, asyncio.CancelledError) as error:
-            left = self._clock.now()
+            left_at = self._clock.now()
             if isinstance(error, Exception):
                 code = getattr(error, "code", JGError.code)
-                self._statistics.failed(code, left - now)
+                self._statistics.failed(code, left_at - now)
             # Also after an error: of a request that was cut, pieces may wait still.
-            self._tell(Left(number, left))
+            self._tell(Left(number, left_at))
             raise
         finally:
             del self._asked[number]

@@ -426,16 +426,16 @@ def _models_in(path: Path) -> list[Path]:
         ]
 
 
-def _token(given: str | Path | None) -> Token:
+def _token(source: str | Path | None) -> Token:
     """Returns the token of the server, which is never that of a cluster.
 
     Raises:
       TokenError: it is, or cannot be read.
     """
-    if given is None:
+    if source is None:
         token = Token.make(home() / TOKEN)
     else:
-        path = Path(given).expanduser()
+        path = Path(source).expanduser()
         if not path.exists():
             raise TokenError(
                 f"there is no token at {path}; make one: `jgraph token new {path}`, or "

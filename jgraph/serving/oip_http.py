@@ -182,14 +182,14 @@ def refusing(handler: Handler) -> Handler:
 
 def refusal(error: BaseException) -> Response:
     """Returns the answer for an error."""
-    told = Refusal(error)
+    refused = Refusal(error)
     headers = {}
-    if told.retry_after_s is not None:
-        headers["Retry-After"] = str(told.retry_after_s)
-    if told.http_status == 401:
+    if refused.retry_after_s is not None:
+        headers["Retry-After"] = str(refused.retry_after_s)
+    if refused.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    body = {"error": told.text, "code": told.error.code}
-    return JSONResponse(body, told.http_status, headers)
+    body = {"error": refused.text, "code": refused.error.code}
+    return JSONResponse(body, refused.http_status, headers)
 
 
 def said(status: int, what: str, headers: Mapping[str, str] | None = None) -> Response:
@@ -200,8 +200,8 @@ def said(status: int, what: str, headers: Mapping[str, str] | None = None) -> Re
 
 def _no_such_route(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # it is called for no other
-    told = {404: "this server has no such path", 405: "the path takes other methods"}
-    what = told.get(error.status_code, error.detail)
+    reasons = {404: "this server has no such path", 405: "the path takes other methods"}
+    what = reasons.get(error.status_code, error.detail)
     return said(error.status_code, what, error.headers)
 
 
@@ -265,7 +265,7 @@ class InferenceRoutes:
 
     def routes(self) -> list[Route]:
         """Returns them."""
-        made = [
+        routes = [
             _route("GET", "/v2", self._server),
             _route("GET", "/v2/health/live", self._live),
             _route("GET", "/v2/health/ready", self._ready),
@@ -279,17 +279,17 @@ class InferenceRoutes:
             "/v2/models/{model}/versions/{version}",
             "/v2/models/{model}/labels/{label}",
         ):
-            made += [
+            routes += [
                 _route("POST", f"{path}/infer", self._infer),
                 _route("GET", path, self._metadata),
                 _route("GET", f"{path}/ready", self._model_ready),
                 _route("GET", f"{path}/stats", self._stats),
             ]
-        return made
+        return routes
 
     async def _server(self, _: Request) -> Response:
-        told = {"name": "jgraph", "version": __version__, "extensions": EXTENSIONS}
-        return JSONResponse(told)
+        facts = {"name": "jgraph", "version": __version__, "extensions": EXTENSIONS}
+        return JSONResponse(facts)
 
     async def _live(self, _: Request) -> Response:
         return JSONResponse({"live": True})
@@ -371,25 +371,27 @@ def _route(method: str, path: str, handler: Handler) -> Route:
     return Route(path, refusing(handler), methods=[method])
 
 
-def decoded(body: bytes, told: str | None) -> tuple[dict[str, Any], memoryview]:
+def decoded(body: bytes, json_nbytes: str | None) -> tuple[dict[str, Any], memoryview]:
     """Returns the JSON of a body, and the tensors after it.
 
     Args:
       body: of a request.
-      told: how long the JSON is, if there may be something after it.
+      json_nbytes: how long the JSON is, if there may be something after it.
 
     Raises:
       ModelInputError: it is none, or not so long.
     """
     length = len(body)
-    if told is not None:
-        is_number = told.isascii() and told.isdigit() and len(told) < 20
-        if not is_number or int(told) > length:
+    if json_nbytes is not None:
+        is_number = (
+            json_nbytes.isascii() and json_nbytes.isdigit() and len(json_nbytes) < 20
+        )
+        if not is_number or int(json_nbytes) > length:
             raise ModelInputError(
-                f"Inference-Header-Content-Length is '{told:.40}', and the body has "
-                f"{length} bytes"
+                f"Inference-Header-Content-Length is '{json_nbytes:.40}', and the "
+                f"body has {length} bytes"
             )
-        length = int(told)
+        length = int(json_nbytes)
     return parsed(body[:length], allows_nan=False), memoryview(body)[length:]
 
 
@@ -492,14 +494,14 @@ def _response(
     raw: list[bytes] = []
     for spec, value in answer.outputs:
         shape = list(value.shape)
-        told: dict[str, Any] = {"name": spec.name, "datatype": spec.datatype}
-        told["shape"] = shape
+        tensor: dict[str, Any] = {"name": spec.name, "datatype": spec.datatype}
+        tensor["shape"] = shape
         if wanted.get(spec.name, are_binary):
             raw.append(value.tobytes())
-            told["parameters"] = {"binary_data_size": len(raw[-1])}
+            tensor["parameters"] = {"binary_data_size": len(raw[-1])}
         else:
-            told["data"] = as_list(spec, value.ravel())
-        outputs.append(told)
+            tensor["data"] = as_list(spec, value.ravel())
+        outputs.append(tensor)
     body = {"model_name": name, "model_version": str(answer.version)}
     text = json.dumps(
         {**body, **({"id": number} if number else {}), "outputs": outputs}

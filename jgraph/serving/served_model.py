@@ -264,12 +264,12 @@ class ServedModel:
         )
 
     def _not_ready(self, number: int | None) -> ModelNotReadyError:
-        told = [
+        states = [
             f"version {version} is {state}{f' ({reason})' if reason else ''}"
             for version, state, reason in self.states
             if number in (None, version)
         ]
-        what = "; ".join(told[-3:]) or "it has no versions"
+        what = "; ".join(states[-3:]) or "it has no versions"
         return ModelNotReadyError(f"{self.name} cannot answer: {what}")
 
     @property

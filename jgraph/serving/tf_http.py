@@ -46,18 +46,18 @@ class TensorFlowRoutes:
 
     def routes(self) -> list[Route]:
         """Returns them."""
-        made = []
+        routes = []
         for path in (
             "/v1/models/{model}",
             "/v1/models/{model}/versions/{version}",
             "/v1/models/{model}/labels/{label}",
         ):
             predict, status = refusing(self._predict), refusing(self._status)
-            made += [
+            routes += [
                 Route(f"{path}:predict", predict, methods=["POST"]),
                 Route(path, status, methods=["GET"]),
             ]
-        return made
+        return routes
 
     async def _status(self, request: Request) -> Response:
         model = self._models.model(request.path_params["model"])
@@ -92,8 +92,10 @@ class TensorFlowRoutes:
             asked_for = self._models.answer(version, name, values)
             answer = await while_there(request, asked_for)
         # As TensorFlow writes them: NaN and Infinity are words.
-        told = {"predictions": _rows(answer)} if by_rows else {"outputs": _all(answer)}
-        return Response(json.dumps(told), media_type="application/json")
+        body_out = (
+            {"predictions": _rows(answer)} if by_rows else {"outputs": _all(answer)}
+        )
+        return Response(json.dumps(body_out), media_type="application/json")
 
 
 def decoded(body: bytes) -> dict[str, Any]:
@@ -126,11 +128,11 @@ def inputs_of(asked: dict[str, Any], signature: Signature) -> dict[str, Array]:
 
 
 def _by_name(body: dict[str, Any], signature: Signature) -> dict[str, Array]:
-    given = body["inputs"]
-    if not isinstance(given, dict):
-        given = {_only(signature): given}
+    inputs = body["inputs"]
+    if not isinstance(inputs, dict):
+        inputs = {_only(signature): inputs}
     values: dict[str, Array] = {}
-    for name, value in given.items():
+    for name, value in inputs.items():
         spec = signature.input(name)
         put(values, spec, array_of_numbers(spec, value))
     return values

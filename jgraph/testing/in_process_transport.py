@@ -363,7 +363,7 @@ class _InProcessLink:
                     posted, nbytes = self._backlog.take(now=self._now())
                     self._src.count_sent(self.peer, nbytes)
                     self._deliver(there, src, posted, nbytes)
-                self._backlog.left()
+                self._backlog.finish_frame()
                 if self._lost:
                     raise ended_link(self.peer, self.address)
         finally:

@@ -134,7 +134,7 @@ class TcpProxy:
                 if not self._passes.is_set():
                     self.held.set()
                     await self._passes.wait()
-                passing = chunk[: None if is_back else self._left()]
+                passing = chunk[: None if is_back else self._remaining()]
                 if is_back and not is_data:
                     passing = await self._led_here(chunk)
                 if is_data:
@@ -168,7 +168,7 @@ class TcpProxy:
         wrong[bit // 8] ^= 1 << bit % 8
         return bytes(wrong)
 
-    def _left(self) -> int | None:
+    def _remaining(self) -> int | None:
         """Returns how many bytes may pass before all is cut."""
         limit = self.cut_after_bytes
         return None if limit is None else max(limit - self.passed_bytes, 1)

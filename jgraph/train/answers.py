@@ -101,12 +101,12 @@ class Asked:
         def save_and_go_on() -> bool:
             halts: list[bool] = []
 
-            def told() -> bool:
+            def is_told() -> bool:
                 halts.append(go_on())
                 return halts[-1]
 
             if saving is not None and is_due(order.save_every):
-                saving.save_halted(told)
+                saving.save_halted(is_told)
             return all(halts) if halts else go_on()
 
         if attempt.evaluations is not None and is_due(order.eval_every):

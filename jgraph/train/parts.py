@@ -89,7 +89,7 @@ class TrainerBuild:
         """Whether they exist by now."""
         return self._parts is not None
 
-    def made(self, data: Dataset | None = None) -> Built:
+    def build(self, data: Dataset | None = None) -> Built:
         """Returns the parts, made of this data if they have to be.
 
         Raises:
@@ -137,7 +137,7 @@ class TrainerBuild:
         if self._closed:
             raise ConfigError("this Trainer was closed; make a new jg.Trainer(…)")
         self.check_alike(dataset)
-        parts = self.made(dataset)
+        parts = self.build(dataset)
         # Refuses a batch size that is too large.
         dataset.plan(batch_size, self._config.seed)
         with naming_data(dataset, batch_size):
@@ -171,7 +171,7 @@ class TrainerBuild:
         """
         if not (tasks := self.restarted()):
             return
-        old = self.made()[1]
+        old = self.build()[1]
         try:
             values, position = old.state.values(), old.position()
         except JGError as error:

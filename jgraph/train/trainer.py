@@ -475,7 +475,7 @@ class Trainer:
         return markup.facts("Trainer", facts)
 
     def _build(self, data: Dataset | None = None) -> Built:
-        return self._parts.made(data)
+        return self._parts.build(data)
 
 
 def _name(argument: object) -> str:

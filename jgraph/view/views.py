@@ -156,17 +156,17 @@ def _ordered(boxes: Sequence[Box], edges: Sequence[Edge]) -> list[Box]:
     for edge in edges:
         needs[edge.target].add(edge.source)
         users.setdefault(edge.source, []).append(edge.target)
-    left = {box.key: box for box in boxes}
-    ready = [key for key in left if not needs[key]]
+    remaining = {box.key: box for box in boxes}
+    ready = [key for key in remaining if not needs[key]]
     ordered = []
-    while left:
-        key = ready.pop(0) if ready else next(iter(left))
-        if key not in left:
+    while remaining:
+        key = ready.pop(0) if ready else next(iter(remaining))
+        if key not in remaining:
             continue
-        ordered.append(left.pop(key))
+        ordered.append(remaining.pop(key))
         for user in users.get(key, ()):
             needs[user].discard(key)
-            if not needs[user] and user in left:
+            if not needs[user] and user in remaining:
                 ready.append(user)
     return ordered
 

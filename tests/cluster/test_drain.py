@@ -116,7 +116,7 @@ Hold: TypeAlias = Callable[[Far], tuple[Callable[[], bool], Callable[[], None]]]
 def by_client(far: Far) -> tuple[Callable[[], bool], Callable[[], None]]:
     """See ``Hold``."""
     drain_holds = DrainHolds(cast("Any", far))
-    return lambda: PS in drain_holds.told, drain_holds.close
+    return lambda: PS in drain_holds.leaving, drain_holds.close
 
 
 def by_master(far: Far) -> tuple[Callable[[], bool], Callable[[], None]]:

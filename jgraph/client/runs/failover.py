@@ -82,7 +82,7 @@ def release_run(cluster: Connection, drain_holds: DrainHolds) -> None:
 
     A master that was told to end as the last steps were done is the client's no longer.
     """
-    if cluster.master in drain_holds.told:
+    if cluster.master in drain_holds.leaving:
         with suppress(JGError):  # there is none; who asks next is told
             take_over(cluster, told_to_end(cluster.master))
     drain_holds.close()

@@ -239,7 +239,7 @@ class RunFollower:
 
     # ------------------------------------------------------------ reports
 
-    def _told(self, message: Frame) -> LoopReport:
+    def _report_of(self, message: Frame) -> LoopReport:
         body: pb.LoopReport = body_of(message)
         if body.task:
             again = body.replica in self._tasks and body.state == "running"
@@ -303,7 +303,7 @@ class RunFollower:
 
     def _pass_on(self, message: Frame) -> None:
         self._waits.set()
-        report = self._told(message)
+        report = self._report_of(message)
         if report.restored is not None and self._owner is not None:
             self._owner.holds.hold_needed()
         self._inbox.put(report)

@@ -57,7 +57,7 @@ class DrainHolds:
         self._ends.difference_update(releases)
 
     @property
-    def told(self) -> frozenset[TaskName]:
+    def leaving(self) -> frozenset[TaskName]:
         """Held tasks that have told of their end."""
         return frozenset(self._ends)
 

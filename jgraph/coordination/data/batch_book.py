@@ -32,7 +32,7 @@ class BatchBook:
       >>> from jgraph.coordination.data.slots import Part
       >>> book = BatchBook(SlotPlan([Part("data", 8)], batch_size=1, seed=0), budget=8)
       >>> book.add([Lease(0, 0, 0, 1), Lease(0, 0, 2, 1)])
-      >>> book.position(updates=3)["unfinished"], book.done, book.left
+      >>> book.position(updates=3)["unfinished"], book.done, book.remaining
       ([[0, 0, 1, 1]], 2, 6)
     """
 
@@ -60,21 +60,21 @@ class BatchBook:
             self.end, self.given_back = self.order.restored(position)
             self.done, self.again = int(position["done"]), int(position["again"])
             if plan.is_that_of(position):
-                told = position.get("deaths", ())
-                self.deaths.update({int(place): int(count) for place, count in told})
+                deaths = position.get("deaths", ())
+                self.deaths.update({int(place): int(count) for place, count in deaths})
         self._open = set(self.given_back)
         self._until = self.done + budget
         self._unknown = updates - self.done
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Batches of this run that are not done."""
         return self._until - self.done
 
     @property
     def undealt(self) -> int:
         """Those of them that nobody holds."""
-        return self.left - len(self._open) + len(self.given_back)
+        return self.remaining - len(self._open) + len(self.given_back)
 
     def position(self, updates: int = 0) -> dict[str, Any]:
         """Returns where the run is, as plain data.

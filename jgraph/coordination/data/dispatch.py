@@ -239,7 +239,7 @@ class Dispatch:
             worker.done += 1
 
     def _answer_waiting(self) -> list[Instruction]:
-        if not self._book.left:
+        if not self._book.remaining:
             over, self._waiting = self._waiting, {}
             return [Over(name) for name in over]
         answers: list[Instruction] = []

@@ -195,7 +195,7 @@ class SlotPlan:
         """
         rows = self.rows(lease.epoch, lease.slot)[lease.first * self.batch_size :]
         examples = rows[: self.batch_size].tolist()
-        named = ", ".join(self._told(row) for row in examples[:_NAMED])
+        named = ", ".join(self._name_of(row) for row in examples[:_NAMED])
         more = len(examples) - _NAMED
         return DataSlotError(
             f"batch {lease.first} of {self.name(lease.slot)} of epoch {lease.epoch} "
@@ -207,7 +207,7 @@ class SlotPlan:
             examples=examples,
         )
 
-    def _told(self, example: int) -> str:
+    def _name_of(self, example: int) -> str:
         (piece,) = self.pieces(np.array([example]))
         row, part = int(piece.rows[0]), self.parts[piece.part]
         return str(row) if len(self.parts) == 1 else f"{row} of {part.name}"

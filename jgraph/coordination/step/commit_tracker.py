@@ -14,11 +14,11 @@ class CommitTracker(Generic[StepT]):
 
     Example:
       >>> updates = CommitTracker()
-      >>> updates.made("step 1"), updates.made("step 2")
+      >>> updates.append("step 1"), updates.append("step 2")
       (1, 2)
-      >>> updates.over("step 1"), updates.kept(1), updates.over("step 2")
+      >>> updates.finish("step 1"), updates.commit(1), updates.finish("step 2")
       (False, ['step 1'], False)
-      >>> updates.kept(2)
+      >>> updates.commit(2)
       ['step 2']
     """
 
@@ -29,15 +29,15 @@ class CommitTracker(Generic[StepT]):
         self._last: dict[StepT, int] = {}
         self._over: dict[StepT, int] = {}
 
-    def made(self, step: StepT | None = None) -> int:
+    def append(self, step: StepT | None = None) -> int:
         """Counts a record that a step made (None: none did); returns its number."""
         self.count += 1
         if step is not None:
             self._last[step] = self.count
         return self.count
 
-    def over(self, step: StepT) -> bool:
-        """Ends a step; returns whether it may be told of now, rather than by ``kept``.
+    def finish(self, step: StepT) -> bool:
+        """Ends a step; returns whether it may be told of now, not by ``commit``.
 
         It makes no record any more.
         """
@@ -46,7 +46,7 @@ class CommitTracker(Generic[StepT]):
             self._over[step] = last
         return last <= self._kept
 
-    def kept(self, number: int) -> list[StepT]:
+    def commit(self, number: int) -> list[StepT]:
         """Learns that all records up to this one are kept.
 
         Returns:

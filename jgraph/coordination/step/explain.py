@@ -55,15 +55,17 @@ def explain(
         /job:ps/task:0, which does not answer.
     """
     lines = [f"{task} does not answer." for task in missing]
-    driven = [(task, s) for task, told in steps.items() for s in told if s.drives]
+    driven = [
+        (task, s) for task, described in steps.items() for s in described if s.drives
+    ]
     driven.sort(key=lambda pair: -pair[1].age_s)
     known = {(step.handle, step.step_id) for _, step in driven}
     for driver, step in driven:
         lines.extend(_of_step(driver, step, steps, missing))
     orphans = Counter(
         (task, step.program)
-        for task, told in steps.items()
-        for step in told
+        for task, described in steps.items()
+        for step in described
         if (step.handle, step.step_id) not in known
     )
     lines += [

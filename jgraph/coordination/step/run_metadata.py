@@ -429,8 +429,8 @@ class _Span:
     def events(self, pid: int, tid: int) -> Iterator[Event]:
         node, start = self.node, round(1e6 * self.start_s, 3)
         duration = round(1e6 * max(0.0, self.end_s - self.start_s), 3)
-        told = {"node": node.node, "kind": node.kind, "bytes": node.nbytes}
-        told |= {"peer": node.peer, "message": node.key} if node.peer else {}
+        facts = {"node": node.node, "kind": node.kind, "bytes": node.nbytes}
+        facts |= {"peer": node.peer, "message": node.key} if node.peer else {}
         at: Event = {"pid": pid, "tid": tid}
         yield {
             **at,
@@ -439,7 +439,7 @@ class _Span:
             "name": self.name,
             "ts": start,
             "dur": duration,
-            "args": told,
+            "args": facts,
         }
         if self.arrow:
             end = start + duration if self.arrow == "f" else start

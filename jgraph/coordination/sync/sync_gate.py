@@ -196,7 +196,7 @@ class SyncGate:
                 self.version += 1
                 return self._open()
             case TellDue():
-                return [*self._told()]
+                return [*self._flush()]
             case Closed(error):
                 return self._close(error)
 
@@ -228,18 +228,18 @@ class SyncGate:
         if version is None:
             return []  # of an earlier life of this gate
         self._contributed[step[0]] = version
-        told = Tell(step, version, slot)
+        news = Tell(step, version, slot)
         late = version < self.version or self._deciding or self._closed is not None
         if late:
-            return [told]
+            return [news]
         self._kept.add(step)
-        self._untold.append(told)
+        self._untold.append(news)
         if self._has_told or len(self._kept) >= self._enough:
-            return [Keep(step), *self._told()]
+            return [Keep(step), *self._flush()]
         return [Keep(step), TellLater()] if len(self._untold) == 1 else [Keep(step)]
 
     def _choose(self, steps: tuple[Step, ...]) -> list[Instruction]:
-        untold = self._told()
+        untold = self._flush()
         self._deciding, self._has_told = True, False
         self._enough = len(steps)
         self._kept.clear()
@@ -251,7 +251,7 @@ class SyncGate:
         waiting, self._waiting = self._waiting, {}
         return [Refuse(step, error) for step in waiting]
 
-    def _told(self) -> list[Tell]:
+    def _flush(self) -> list[Tell]:
         """Returns all that was not told yet."""
         untold, self._untold = self._untold, []
         self._has_told = self._has_told or bool(untold)

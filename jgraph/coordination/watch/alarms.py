@@ -107,9 +107,9 @@ def _lost_tasks(seen: Seen) -> Iterator[Finding]:
 
 def _failed_runs(seen: Seen) -> Iterator[Finding]:
     for run in seen.runs.seen.values():
-        if text(run.told, "state") == "failed":
-            master = text(run.told, "master")
-            what = f"run '{run.name}' failed at step {number(run.told, 'step'):,.0f}"
+        if text(run.facts, "state") == "failed":
+            master = text(run.facts, "master")
+            what = f"run '{run.name}' failed at step {number(run.facts, 'step'):,.0f}"
             yield Finding(
                 f"failed:{run.name}", "critical", what, f"jgraph logs {master}"
             )
@@ -152,7 +152,7 @@ def _old_checkpoints(seen: Seen) -> Iterator[Finding]:
         for earlier, later in zip(task.saved, list(task.saved)[1:], strict=False)
     ]
     for run in seen.runs.running():
-        if not text(run.told, "checkpoints") or not saved or not gaps:
+        if not text(run.facts, "checkpoints") or not saved or not gaps:
             continue
         age, usual = seen.now - saved[-1], median(gaps)
         if age > max(3 * usual, 5.0):
@@ -160,7 +160,7 @@ def _old_checkpoints(seen: Seen) -> Iterator[Finding]:
                 f"the newest checkpoint of run '{run.name}' is {_time(age)} old; they "
                 f"came every {_time(usual)}"
             )
-            how = f"jgraph ckpt ls {text(run.told, 'checkpoints')}"
+            how = f"jgraph ckpt ls {text(run.facts, 'checkpoints')}"
             yield Finding(f"old:{run.name}", "warning", what, how)
 
 
@@ -178,7 +178,7 @@ def _versions(seen: Seen) -> Iterator[Finding]:
         by_task = {
             task.name: version
             for task in seen.tasks.seen.values()
-            if (version := text(task.told, package))
+            if (version := text(task.facts, package))
         }
         versions = sorted(set(by_task.values()))
         if len(versions) > 1:
@@ -199,7 +199,7 @@ def _stuck_steps(seen: Seen) -> Iterator[Finding]:
     for task in seen.tasks.seen.values():
         ages = [
             (number(step, "age_s"), text(step, "program"))
-            for step in items(task.told, "steps")
+            for step in items(task.facts, "steps")
             if isinstance(step, Mapping) and step.get("drives")
         ]
         age, program = max(ages, default=(0.0, ""))
@@ -260,7 +260,7 @@ def _slow_workers(seen: Seen) -> Iterator[Finding]:
 def _evictions(seen: Seen) -> Iterator[Finding]:
     for task in seen.tasks.seen.values():
         for name, window in task.evicted.items():
-            shard = rows(task.told, "hash_tables").get(name, {})
+            shard = rows(task.facts, "hash_tables").get(name, {})
             held, gone = number(shard, "rows"), window.sums().get("evicted", 0)
             if held and gone > held / 100:
                 what = (
@@ -296,7 +296,7 @@ def _bounds(seen: Seen) -> Iterator[Finding]:
         for name, window in task.ages.items():
             sums = window.sums()
             updates, at_bound = sums.get("updates", 0), sums.get("at_bound", 0)
-            gate = rows(task.told, "gates").get(name, {})
+            gate = rows(task.facts, "gates").get(name, {})
             bound = int(number(gate, "max_staleness"))
             waits = task.waits[name].sums().get("wait_s", 0.0)
             if updates >= 20 and at_bound > updates / 2 and bound:
@@ -311,7 +311,7 @@ def _bounds(seen: Seen) -> Iterator[Finding]:
 
 def _draining(seen: Seen) -> Iterator[Finding]:
     for task in seen.tasks.seen.values():
-        if text(task.told, "state") == "draining" and not task.missed:
+        if text(task.facts, "state") == "draining" and not task.missed:
             what = f"{task.name} was told to end and takes no new work"
             yield Finding(f"drains:{task.name}", "notice", what, "jgraph events")
 

@@ -119,12 +119,12 @@ class Board:
         return "; ".join(f"{self._of_run(run)}, {answer} tasks answer" for run in runs)
 
     def _of_run(self, run: RunSeen) -> str:
-        step, steps = number(run.told, "step"), number(run.told, "steps")
+        step, steps = number(run.facts, "step"), number(run.facts, "steps")
         what = f"run '{run.name}' is at step {step:,.0f} of {steps:,.0f}"
         if run.rate.last is not None:
             what += f", {run.rate.last:.3g} steps/s"
         saved = [task.saved[-1] for task in self.tasks.seen.values() if task.saved]
-        if saved and text(run.told, "checkpoints"):
+        if saved and text(run.facts, "checkpoints"):
             what += f", newest checkpoint {self.now - max(saved):.0f} s old"
         return what
 
@@ -153,13 +153,13 @@ class Board:
             },
             "gates": self._gates(),
             "saves": {
-                name: {**numbers(task.told, "saves"), "last": task.saved[-1]}
+                name: {**numbers(task.facts, "saves"), "last": task.saved[-1]}
                 for name, task in tasks.items()
-                if task.saved and isinstance(task.told.get("saves"), Mapping)
+                if task.saved and isinstance(task.facts.get("saves"), Mapping)
             },
             "shards": self._shards,
             "tables": {
-                name: rows(task.told, "hash_tables") for name, task in tasks.items()
+                name: rows(task.facts, "hash_tables") for name, task in tasks.items()
             },
             "events": list(self._events)[-_SHOWN:],
         }
@@ -192,19 +192,19 @@ class Board:
                 **{key: number(sums, key) for key in _TRAFFIC},
             }
             for name, task in sorted(self.tasks.seen.items())
-            for peer, sums in sorted(rows(task.told, "traffic").items())
+            for peer, sums in sorted(rows(task.facts, "traffic").items())
             for rates in (task.traffic.get(peer, {}),)
         }
 
     def _gates(self) -> dict[str, Any]:
         found = {}
         for name, task in sorted(self.tasks.seen.items()):
-            for gate, told in rows(task.told, "gates").items():
+            for gate, facts in rows(task.facts, "gates").items():
                 waited = task.waits[gate].sums() if gate in task.waits else {}
                 found[f"{name} {gate}"] = {
                     "task": name,
                     "gate": gate,
-                    **{key: told.get(key) for key in _ALIKE},
+                    **{key: facts.get(key) for key in _ALIKE},
                     "waits": waited.get("waits"),
                     "wait_s": waited.get("wait_s"),
                 }

@@ -47,12 +47,12 @@ def quantile(buckets: Sequence[float], share: float) -> float | None:
       >>> quantile([0, 0, 10, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], 0.5)
       0.0035
     """
-    left = share * sum(buckets)
-    if left <= 0:
+    remaining = share * sum(buckets)
+    if remaining <= 0:
         return None
     below = 0.0
     for count, bound in zip(buckets, BOUNDS_S, strict=False):
-        if left <= count:
-            return below + (bound - below) * left / count
-        left, below = left - count, bound
+        if remaining <= count:
+            return below + (bound - below) * remaining / count
+        remaining, below = remaining - count, bound
     return BOUNDS_S[-1]

@@ -69,7 +69,7 @@ class RunSeen:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.told: Fact = {}
+        self.facts: Fact = {}
         self.metrics: dict[str, Series] = {}
         self.rate = Series()
         self.advanced: float | None = None
@@ -82,17 +82,17 @@ class RunSeen:
     @property
     def is_running(self) -> bool:
         """Whether it goes on."""
-        return text(self.told, "state") == "running"
+        return text(self.facts, "state") == "running"
 
-    def take(self, told: Fact, now: float) -> None:
+    def take(self, fact: Fact, now: float) -> None:
         """Takes how it stands."""
-        step, before = number(told, "step"), number(self.told, "step")
+        step, before = number(fact, "step"), number(self.facts, "step")
         since = None if self._looked is None else now - self._looked
         if since and self.is_running and step >= before:
             self.rate.add(now, (step - before) / since)
         if self.advanced is None or step != before:
             self.advanced = now
-        self.told, self._looked = told, now
+        self.facts, self._looked = fact, now
 
     def report(self, fact: Fact) -> None:
         """Takes what a loop of it tells."""
@@ -102,7 +102,7 @@ class RunSeen:
         if isinstance(back, int | float):
             self._go_back(back)
         steps, task = number(fact, "steps"), text(fact, "task")
-        is_sync = bool(self.told.get("synchronous"))
+        is_sync = bool(self.facts.get("synchronous"))
         decides = task.startswith("/job:ps/")
         if task and not decides:
             self._take_worker(task, steps, fact)
@@ -122,7 +122,7 @@ class RunSeen:
             worker.parts = {name: spent / steps for name, spent in parts}
 
     def _take_metrics(self, fact: Fact) -> None:
-        at = number(self.told, "first_step") + self._reported
+        at = number(self.facts, "first_step") + self._reported
         for name, value in rows(fact, "metrics").items():
             if name not in self.metrics and len(self.metrics) >= _NAMES:
                 continue
@@ -140,7 +140,7 @@ class RunSeen:
 
     def _go_back(self, step: float) -> None:
         self.recoveries += 1
-        self._reported = max(0.0, step - number(self.told, "first_step"))
+        self._reported = max(0.0, step - number(self.facts, "first_step"))
         for series in self.metrics.values():
             series.cut(step)
 
@@ -158,14 +158,14 @@ class RunSeen:
 
     def view(self) -> dict[str, Any]:
         """Returns it as the page shows it."""
-        told, rate = self.told, self.rate.last if self.is_running else None
-        batch, each = number(told, "batch_size"), 1.0
-        if told.get("synchronous") and _CONTRIBUTIONS in self.metrics:
+        fact, rate = self.facts, self.rate.last if self.is_running else None
+        batch, each = number(fact, "batch_size"), 1.0
+        if fact.get("synchronous") and _CONTRIBUTIONS in self.metrics:
             each = self.metrics[_CONTRIBUTIONS].last or 1.0
         return {
-            **{n: told.get(n) for n in ("state", "step", "steps", "first_step")},
-            **{n: told.get(n) for n in ("seconds", "master", "term", "synchronous")},
-            "checkpoints": told.get("checkpoints"),
+            **{n: fact.get(n) for n in ("state", "step", "steps", "first_step")},
+            **{n: fact.get(n) for n in ("seconds", "master", "term", "synchronous")},
+            "checkpoints": fact.get("checkpoints"),
             "steps_per_s": None if rate is None else round(rate, 3),
             "examples_per_s": None if rate is None else round(rate * batch * each, 1),
             "metrics": {name: series.last for name, series in self.metrics.items()},
@@ -188,8 +188,8 @@ class Runs:
 
     def take(self, fact: Fact, now: float) -> None:
         """Takes how they stand."""
-        for name, told in rows(fact, "runs").items():
-            self.seen.setdefault(name, RunSeen(name)).take(told, now)
+        for name, row in rows(fact, "runs").items():
+            self.seen.setdefault(name, RunSeen(name)).take(row, now)
         over = [name for name, run in self.seen.items() if not run.is_running]
         for name in over[: max(0, len(self.seen) - _RUNS)]:
             del self.seen[name]

@@ -34,7 +34,7 @@ class TaskSeen:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.told: Fact = {}
+        self.facts: Fact = {}
         self.seen = 0.0
         self.missed = 0
         self.restarts: deque[float] = deque(maxlen=100)
@@ -51,22 +51,22 @@ class TaskSeen:
         self.saved: deque[float] = deque(maxlen=20)
         """When it wrote its part of a checkpoint."""
 
-    def take(self, told: Fact, now: float) -> None:
+    def take(self, fact: Fact, now: float) -> None:
         """Takes what the task says of itself."""
-        before, seconds = self.told, now - self.seen
+        before, seconds = self.facts, now - self.seen
         self.missed = 0
-        if before and text(told, "incarnation") != text(before, "incarnation"):
+        if before and text(fact, "incarnation") != text(before, "incarnation"):
             self.restarts.append(now)
             before = {}
             self._begin_anew()
-        self.told, self.seen = told, now
-        self.memory.add(now, number(told, "rss_bytes"))
+        self.facts, self.seen = fact, now
+        self.memory.add(now, number(fact, "rss_bytes"))
         if before:
-            busy, was = numbers(told, "busy_s"), numbers(before, "busy_s")
+            busy, was = numbers(fact, "busy_s"), numbers(before, "busy_s")
             self.cores = {k: round(v, 3) for k, v in grown(was, busy, seconds).items()}
             self.busy.add(now, self.cores.get("process", 0.0))
-            self._take_traffic(rows(before, "traffic"), rows(told, "traffic"), seconds)
-        self._take_windows(told, now)
+            self._take_traffic(rows(before, "traffic"), rows(fact, "traffic"), seconds)
+        self._take_windows(fact, now)
 
     def _begin_anew(self) -> None:
         self.cores, self.traffic = {}, {}
@@ -75,21 +75,24 @@ class TaskSeen:
         self.saves = Window(10 * WINDOW_S)
 
     def _take_traffic(
-        self, before: Mapping[str, Fact], told: Mapping[str, Fact], seconds: float
+        self,
+        before: Mapping[str, Fact],
+        now_by_peer: Mapping[str, Fact],
+        seconds: float,
     ) -> None:
         counted = ("frames_sent", "bytes_sent", "shared_bytes_sent")
-        for peer, row in told.items():
+        for peer, row in now_by_peer.items():
             was = before.get(peer, {})
             now_, then = ({n: number(r, n) for n in counted} for r in (row, was))
             self.traffic[peer] = grown(then, now_, seconds)
 
-    def _take_windows(self, told: Fact, now: float) -> None:
-        for method, row in rows(told, "calls").items():
+    def _take_windows(self, fact: Fact, now: float) -> None:
+        for method, row in rows(fact, "calls").items():
             counts = {str(at): n for at, n in enumerate(items(row, "buckets"))}
             counts = {at: n for at, n in counts.items() if isinstance(n, int)}
             window = self.calls.setdefault(method, Window(WINDOW_S))
             window.add(now, {**counts, "errors": number(row, "errors")})
-        for name, gate in rows(told, "gates").items():
+        for name, gate in rows(fact, "gates").items():
             bound = number(gate, "max_staleness", inf)
             ages = {"updates": 0.0, "at_bound": 0.0}
             for worker in rows(gate, "staleness").values():
@@ -100,13 +103,13 @@ class TaskSeen:
             self.ages.setdefault(name, Window(WINDOW_S)).add(now, ages)
             waits = {"waits": number(gate, "waits"), "wait_s": number(gate, "wait_s")}
             self.waits.setdefault(name, Window(WINDOW_S)).add(now, waits)
-        for name, shard in rows(told, "hash_tables").items():
+        for name, shard in rows(fact, "hash_tables").items():
             count = {"evicted": number(shard, "evicted")}
             self.evicted.setdefault(name, Window(WINDOW_S)).add(now, count)
-        self._take_saves(told, now)
+        self._take_saves(fact, now)
 
-    def _take_saves(self, told: Fact, now: float) -> None:
-        saves = told.get("saves")
+    def _take_saves(self, fact: Fact, now: float) -> None:
+        saves = fact.get("saves")
         if not isinstance(saves, Mapping):
             return
         counts = {n: number(saves, n) for n in ("saves", "failures")}
@@ -119,13 +122,13 @@ class TaskSeen:
     def view(self) -> dict[str, Any]:
         """Returns it as the page shows it."""
         return {
-            **{name: self.told.get(name) for name in _PLAIN},
+            **{name: self.facts.get(name) for name in _PLAIN},
             "missed": self.missed,
             "seen": self.seen if self.missed else None,
             "restarts": len(self.restarts),
-            "programs": len(items(self.told, "programs")),
+            "programs": len(items(self.facts, "programs")),
             "cores": dict(self.cores),
-            "busy_s": numbers(self.told, "busy_s"),
+            "busy_s": numbers(self.facts, "busy_s"),
         }
 
     def views_of_calls(self) -> dict[str, dict[str, Any]]:
@@ -135,8 +138,8 @@ class TaskSeen:
             sums, span = window.sums(), window.span
             errors = sums.pop("errors", 0)
             buckets = [sums[at] for at in sorted(sums, key=int)]
-            told = rows(self.told, "calls").get(method, {})
-            counts = [n for n in items(told, "buckets") if isinstance(n, int)]
+            call = rows(self.facts, "calls").get(method, {})
+            counts = [n for n in items(call, "buckets") if isinstance(n, int)]
             found[f"{self.name} {method}"] = {
                 "task": self.name,
                 "method": method,
@@ -144,8 +147,8 @@ class TaskSeen:
                 "p50_ms": _ms(quantile(buckets, 0.5)),
                 "p99_ms": _ms(quantile(buckets, 0.99)),
                 "count": sum(counts),
-                "seconds": number(told, "seconds"),
-                "errors": number(told, "errors"),
+                "seconds": number(call, "seconds"),
+                "errors": number(call, "errors"),
                 "new_errors": errors,
             }
         return found
@@ -171,14 +174,14 @@ class Tasks:
     def take(self, fact: Fact, now: float) -> None:
         """Takes what a master says of all of them; who is not named is gone."""
         self.master = text(fact, "master")
-        told = rows(fact, "tasks")
+        answers = rows(fact, "tasks")
         missing = [n for n in items(fact, "missing") if isinstance(n, str)]
-        for name in [*told, *missing]:
+        for name in [*answers, *missing]:
             if name not in self.seen:
                 self.seen[name] = TaskSeen(name)
         for name in list(self.seen):
-            if name in told:
-                self.seen[name].take(told[name], now)
+            if name in answers:
+                self.seen[name].take(answers[name], now)
             elif name in missing:
                 self.seen[name].missed += 1
             else:
@@ -188,4 +191,4 @@ class Tasks:
     def ready(self) -> int:
         """How many answer and take work."""
         seen = self.seen.values()
-        return sum(not t.missed and text(t.told, "state") == "ready" for t in seen)
+        return sum(not t.missed and text(t.facts, "state") == "ready" for t in seen)

@@ -99,8 +99,8 @@ def spread_rows(unique: Array, rows: Array, *, layout: Layout) -> Array:
       >>> spread_rows(ids, rows, layout=Layout((3, 2))).tolist()
       [7.0, 0.0, 0.0, 0.0, 8.0]
     """
-    made: list[Array] = spread_rows_p.bind(unique, rows, layout=layout)
-    return made[0]
+    spread: list[Array] = spread_rows_p.bind(unique, rows, layout=layout)
+    return spread[0]
 
 
 def spread_over(ids: Array, rows: Array, size: int) -> Array:

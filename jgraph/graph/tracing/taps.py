@@ -94,15 +94,15 @@ def feed_taps(graph: Graph, names: Collection[str]) -> Graph:
         if name not in known:
             raise _unknown(graph, name, list(known))
     feeds = {name: _compat.fresh_var(known[name]) for name in names}
-    given = {v: feeds[n] for n, v in _all_tapped(graph) if n in feeds}
+    feed_of = {v: feeds[n] for n, v in _all_tapped(graph) if n in feeds}
 
     def rename(atom: Atom) -> Atom:
-        return given.get(atom, atom) if isinstance(atom, Var) else atom
+        return feed_of.get(atom, atom) if isinstance(atom, Var) else atom
 
     kept = [
         (equation, stamp)
         for equation, stamp in zip(graph.equations, graph.stamps, strict=True)
-        if not (is_name(equation) and equation.outvars[0] in given)
+        if not (is_name(equation) and equation.outvars[0] in feed_of)
     ]
     jaxpr = graph.jaxpr.replace(
         invars=[*graph.jaxpr.invars, *feeds.values()],

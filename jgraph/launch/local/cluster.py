@@ -139,9 +139,11 @@ class LocalCluster(Cluster):
         atexit.register(self._end_processes)
         try:
             address = self._processes.spec.address(self._processes.master)
-            left = max(1.0, deadline - clock.now())
+            remaining_s = max(1.0, deadline - clock.now())
             files = as_tls(self._certificates or None, None)
-            client, reply = event_loop.run(open_cluster(address, left, token, files))
+            client, reply = event_loop.run(
+                open_cluster(address, remaining_s, token, files)
+            )
         except BaseException:
             self._end_processes()
             raise

@@ -373,16 +373,16 @@ def check_counts(counts: Mapping[str, object]) -> None:
     Raises:
       ConfigError: shows what was given.
     """
-    told = ", ".join(f"{count!r} {job}" for job, count in counts.items())
+    counted = ", ".join(f"{count!r} {job}" for job, count in counts.items())
     kinds = int | np.integer
     if not all(isinstance(n, kinds) and n >= 0 for n in counts.values()):
         raise ConfigError(
-            f"counts of tasks are whole numbers, not {told}; write for example "
+            f"counts of tasks are whole numbers, not {counted}; write for example "
             "jg.LocalCluster(ps=2, workers=2)"
         )
     if not any(counts.values()):
         raise ConfigError(
-            f"a cluster needs at least one task, and this has {told}; write for "
+            f"a cluster needs at least one task, and this has {counted}; write for "
             "example jg.LocalCluster(ps=2, workers=2)"
         )
     ClusterSpec({job: {0: "127.0.0.1:0"} for job in counts}, port_zero=True)

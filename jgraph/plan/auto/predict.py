@@ -79,8 +79,10 @@ def jobs_of(cut: Segmentation, driver: TaskName, model: CostModel) -> Jobs:
     jobs: list[Job] = []
     last: dict[TaskName, int] = {}
     for position, cluster in enumerate(cut.clusters):
-        made = [v for i in sorted(cluster.roots) for v in flow.ops[i].equation.outvars]
-        leaving = [v for v in made if v in numbers]
+        results = [
+            v for i in sorted(cluster.roots) for v in flow.ops[i].equation.outvars
+        ]
+        leaving = [v for v in results if v in numbers]
         after: tuple[int, ...] = ()
         if cluster.kind == "alone":
             after = (last[cluster.task],) if cluster.task in last else ()

@@ -122,9 +122,9 @@ class Search:
             for task in self.blocks.options[block.group] if near is None else (near,):
                 ready = free_at[task]
                 for source, nbytes in taken.get(number, ()):
-                    made, at = self._made(source, chosen, done)
-                    if made is not None:
-                        link = self.model.link(made, task)
+                    holder, at = self._place_of(source, chosen, done)
+                    if holder is not None:
+                        link = self.model.link(holder, task)
                         ready = max(ready, at + link.seconds(nbytes))
                 ends[task] = ready + self._block_s(number, task)
             task = min(ends, key=lambda t: ends[t])
@@ -160,7 +160,7 @@ class Search:
                 assignment[group] = wanted
         return tuple(assignment)
 
-    def _made(
+    def _place_of(
         self, source: int | None, chosen: dict[int, TaskName], done: dict[int, float]
     ) -> tuple[TaskName | None, float]:
         if source is None:

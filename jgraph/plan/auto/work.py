@@ -163,14 +163,14 @@ def _of_a_part(equation: Equation) -> Work:
 
 def _elementwise(equation: Equation, nbytes: float, kernels: int) -> Work:
     name = equation.primitive.name
-    made = float(max((num_elements(v.aval) for v in equation.outvars), default=0))
+    size = float(max((num_elements(v.aval) for v in equation.outvars), default=0))
     if name.startswith(("random_bits", "threefry")):
-        return Work(elements=_THREEFRY_OPS * made, nbytes=nbytes, kernels=kernels)
+        return Work(elements=_THREEFRY_OPS * size, nbytes=nbytes, kernels=kernels)
     if not _SLOW.match(name):
         return Work(elements=flops_of(equation), nbytes=nbytes, kernels=kernels)
     if name == "sort":
-        made *= math.log2(max(2.0, made))
-    return Work(slow=made, nbytes=nbytes, kernels=kernels)
+        size *= math.log2(max(2.0, size))
+    return Work(slow=size, nbytes=nbytes, kernels=kernels)
 
 
 def _fuses(equation: Equation) -> bool:

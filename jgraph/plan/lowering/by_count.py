@@ -45,22 +45,22 @@ Counts: TypeAlias = "dict[Var, Count]"
 
 
 def find_counts(
-    jaxpr: Jaxpr, given: Mapping[Var, Var], outvars: Sequence[Atom]
+    jaxpr: Jaxpr, ragged: Mapping[Var, Var], outvars: Sequence[Atom]
 ) -> Counts:
     """Returns which values of a segment have as many rows as there are ids.
 
     Args:
       jaxpr: the segment.
-      given: those that it takes, with the ids whose rows they have.
+      ragged: those that it takes, with the ids whose rows they have.
       outvars: results of which nobody knows how many rows are there.
 
     Returns:
       Nothing if a result depends on how much padding there is.
     """
-    found = {v: Count(0, ids) for v, ids in given.items()}
-    if all(_compat.array_type(v).shape[0] <= LEAST_ROWS for v in given):
+    found = {v: Count(0, ids) for v, ids in ragged.items()}
+    if all(_compat.array_type(v).shape[0] <= LEAST_ROWS for v in ragged):
         return {}
-    zeros = {v for v, ids in given.items() if v is not ids and not may_be_ids(v.aval)}
+    zeros = {v for v, ids in ragged.items() if v is not ids and not may_be_ids(v.aval)}
     for equation in jaxpr.eqns:
         cut = [n for n, v in enumerate(equation.invars) if _in(v, found)]
         if cut:

@@ -75,7 +75,7 @@ class LaneGroup:
         taken = [x for x in self.leaves if isinstance(x[0], int)]
         return list(dict.fromkeys([self.variables, *taken]))
 
-    def given(self) -> list[tuple[Var, ...]]:
+    def input_packs(self) -> list[tuple[Var, ...]]:
         """Returns the inputs that lie together, of each leaf."""
         return [x for x in self.leaves if not isinstance(x[0], int)]
 
@@ -118,14 +118,14 @@ def run_group(
       number: gives a single number.
     """
     size = leaves[0].shape
-    made: list[Any] = []
+    results: list[Any] = []
 
     def value(operand: Operand, atom: Any) -> Any:
         match operand[0]:
             case "leaf":
                 return leaves[operand[1]]
             case "step":
-                return made[operand[1]]
+                return results[operand[1]]
             case "number":
                 return number(group.numbers[operand[1]])
             case _:
@@ -137,9 +137,9 @@ def run_group(
             for operand, atom in zip(operands, equation.invars, strict=True)
         ]
         if equation.primitive.name == "broadcast_in_dim":
-            made.append(jnp.broadcast_to(values[0], size))
+            results.append(jnp.broadcast_to(values[0], size))
         else:
-            made += _compat.run_equation(equation, values)
+            results += _compat.run_equation(equation, values)
     result = value(group.result, None)
     return jnp.broadcast_to(result, size)
 
@@ -247,15 +247,15 @@ class _Walk:
     steps: list[tuple[Equation, tuple[Operand, ...]]] = field(default_factory=list)
     keys: list[Hashable] = field(default_factory=list)
     numbers: dict[int, Var] = field(default_factory=dict)
-    _made: dict[Var, Operand] = field(default_factory=dict)
+    _operands: dict[Var, Operand] = field(default_factory=dict)
     _depth: int = 0
 
     def operand(self, atom: Atom) -> Operand:
         if isinstance(atom, Literal):
             return _literal(atom)
-        if atom not in self._made:
-            self._made[atom] = self._new(atom)
-        return self._made[atom]
+        if atom not in self._operands:
+            self._operands[atom] = self._new(atom)
+        return self._operands[atom]
 
     def _new(self, var: Var) -> Operand:
         forms = self.forms

@@ -276,25 +276,25 @@ def segment_function(flow: Flow, segment: Segment) -> SegmentFunction:
     avals += [v.aval for v in segment.inputs]
     num_direct = len([v for v in segment.updates if v in written])
     by_rows = (*segment.row_updates, *segment.row_reads)
-    given = {rows.inputs[v]: ids for v, ids in by_rows}
-    given |= {v: flow.ragged[v] for v in segment.inputs if v in flow.ragged}
+    ids_of = {rows.inputs[v]: ids for v, ids in by_rows}
+    ids_of |= {v: flow.ragged[v] for v in segment.inputs if v in flow.ragged}
     whole_outs = [*outs[:num_direct], *outs[num_direct + len(new_rows) :]]
-    counts = by_count.find_counts(jaxpr, given, whole_outs)
+    counts = by_count.find_counts(jaxpr, ids_of, whole_outs)
     rest = [*(rows.inputs[v] for v in accesses), *segment.inputs]
     ids = [counts[v].ids if v in counts else None for v in rest]
 
     def function(*args: Any) -> list[Any]:
         values = [from_plain(x, a) for x, a in zip(args, avals, strict=True)]
-        made = {v: jax.new_ref(values[n]) for v, n in by_ref.items()}
+        refs = {v: jax.new_ref(values[n]) for v, n in by_ref.items()}
         taken = [values[direct[v]] for v in reads.values()]
-        flat = *made.values(), *consts.values(), *taken, *values[len(variables) :]
+        flat = *refs.values(), *consts.values(), *taken, *values[len(variables) :]
         if counts:
             results = by_count.run(jaxpr, counts, flat)
         else:
             results = run_by_rows(jaxpr, flat)
         stored = iter(results[:num_direct])
         new = [
-            jax.freeze(made[v]) if v in made else next(stored) for v in segment.updates
+            jax.freeze(refs[v]) if v in refs else next(stored) for v in segment.updates
         ]
         return [to_plain(jnp.asarray(x)) for x in new + list(results[num_direct:])]
 

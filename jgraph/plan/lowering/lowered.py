@@ -65,8 +65,8 @@ class _Names:
             tuple(place for _, place in segment.blind),
             self._packs([refs[v] for v in run] for run in packed.update_runs),
             self._packs([refs[v] for v in run] for run in packed.read_runs),
-            self._packs(packed.given),
-            self._packs(packed.made),
+            self._packs(packed.packs_in),
+            self._packs(packed.packs_out),
         )
 
     def _packs(self, packs: Iterable[Iterable[Atom]]) -> Key:

@@ -40,19 +40,20 @@ class PackedSegment:
     """A segment of which some arguments and results are flat arrays.
 
     Its executable takes: the ``update_runs``, then the ``updates`` of the rest, the
-    ``read_runs``, the ``reads`` of the rest, its rows, the ``given`` packs, the inputs
-    of the rest. It gives the new values likewise, then the ``made`` packs and the other
+    ``read_runs``, the ``reads`` of the rest, its rows, the ``packs_in``, the inputs
+    of the rest. It gives the new values likewise, then the ``packs_out`` and the other
     ``outs`` of the segment.
 
     Attributes:
-      segment: as it would be without packs; its ``outs`` begin with those of ``made``.
+      segment: as it would be without packs; its ``outs`` begin with the values of
+        ``packs_out``.
       rest: what is not done on flat arrays. Its ``outs`` are the numbers that groups
         take, then those of the segment.
       groups: updates of variables that are alike.
       update_runs: variables that are taken and given back as one array.
       read_runs: variables that are only taken so.
-      given: values from outside that come so.
-      made: values for outside that leave so.
+      packs_in: values from outside that come so.
+      packs_out: values for outside that leave so.
     """
 
     segment: Segment
@@ -60,8 +61,8 @@ class PackedSegment:
     groups: tuple[LaneGroup, ...] = ()
     update_runs: tuple[Run, ...] = ()
     read_runs: tuple[Run, ...] = ()
-    given: tuple[Pack, ...] = ()
-    made: tuple[Pack, ...] = ()
+    packs_in: tuple[Pack, ...] = ()
+    packs_out: tuple[Pack, ...] = ()
 
     @property
     def updates(self) -> Run:
@@ -108,21 +109,21 @@ def packed(
     segment: Segment,
     groups: Sequence[LaneGroup],
     packs: Collection[Pack],
-    made: Sequence[Pack],
+    packs_out: Sequence[Pack],
 ) -> PackedSegment:
     """Returns a segment with its groups on flat arrays.
 
     Args:
       flow: the graph.
-      segment: with the values of ``made`` first among its ``outs``.
+      segment: with the values of ``packs_out`` first among its ``outs``.
       groups: from ``groups_of``.
       packs: values that come as flat arrays.
-      made: values of the segment that are to leave so.
+      packs_out: values of the segment that are to leave so.
     """
     if not groups:
-        return PackedSegment(segment, segment, made=tuple(made))
-    given = [p for group in groups for p in group.given() if p in packs]
-    rest = _rest(flow, segment, groups, given)
+        return PackedSegment(segment, segment, packs_out=tuple(packs_out))
+    packs_in = [p for group in groups for p in group.input_packs() if p in packs]
+    rest = _rest(flow, segment, groups, packs_in)
     used = dict.fromkeys(run for group in groups for run in group.runs())
     updated = {group.variables for group in groups}
     return PackedSegment(
@@ -131,8 +132,8 @@ def packed(
         tuple(groups),
         tuple(run for run in used if run in updated),
         tuple(run for run in used if run not in updated),
-        tuple(dict.fromkeys(given)),
-        tuple(made),
+        tuple(dict.fromkeys(packs_in)),
+        tuple(packs_out),
     )
 
 
@@ -141,17 +142,17 @@ def packed_function(flow: Flow, packed: PackedSegment) -> SegmentFunction:
     code = segment_function(flow, packed.rest)
     if packed.groups:
         code = _with_groups(flow, packed, code)
-    return _with_packs(packed, code) if packed.made else code
+    return _with_packs(packed, code) if packed.packs_out else code
 
 
 def _with_packs(packed: PackedSegment, code: SegmentFunction) -> SegmentFunction:
-    lengths, due = [len(pack) for pack in packed.made], len(packed.segment.outs)
+    lengths, due = [len(pack) for pack in packed.packs_out], len(packed.segment.outs)
 
     def function(*args: Any) -> list[Any]:
         results = code.function(*args)
         first = len(results) - due
-        made, others = runs(results[first:], lengths)
-        return [*results[:first], *map(_flat, made), *others]
+        packs_out, others = runs(results[first:], lengths)
+        return [*results[:first], *map(_flat, packs_out), *others]
 
     return replace(code, function=function)
 
@@ -164,19 +165,19 @@ def _with_groups(
     sizes = [
         *(len(packed.update_runs), len(rest.updates)),
         *(len(packed.read_runs), len(rest.reads)),
-        *(rows, len(packed.given)),
+        *(rows, len(packed.packs_in)),
     ]
     first = len(rest.updates) + len(rest.row_updates)
 
     def function(*args: Any) -> list[Any]:
-        (updated, updates, read, reads, of_rows, given), inputs = runs(args, sizes)
+        (updated, updates, read, reads, of_rows, packs_in), inputs = runs(args, sizes)
         results = code.function(*updates, *reads, *of_rows, *inputs)
         known = dict(zip(numbers, results[first:], strict=False))
         single = dict(zip(rest.inputs, inputs, strict=True))
         flat: dict[Run | Pack, Any] = {
             **dict(zip(packed.update_runs, updated, strict=True)),
             **dict(zip(packed.read_runs, read, strict=True)),
-            **dict(zip(packed.given, given, strict=True)),
+            **dict(zip(packed.packs_in, packs_in, strict=True)),
         }
 
         def leaf(members: Run | Pack) -> Any:
@@ -197,15 +198,15 @@ def _with_groups(
     flat = [
         [_flat_aval([specs[v].aval for v in run]) for run in packed.update_runs],
         [_flat_aval([specs[v].aval for v in run]) for run in packed.read_runs],
-        [_flat_aval([v.aval for v in pack]) for pack in packed.given],
+        [_flat_aval([v.aval for v in pack]) for pack in packed.packs_in],
     ]
 
     def among(own: Sequence[Any], flat: Sequence[Sequence[Any]]) -> list[Any]:
         """Puts what is said of flat arrays among what is said of the rest."""
         lengths = [len(rest.updates), len(rest.reads), rows]
         (updates, reads, of_rows), inputs = runs(own, lengths)
-        updated, read, given = flat
-        return [*updated, *updates, *read, *reads, *of_rows, *given, *inputs]
+        updated, read, packs_in = flat
+        return [*updated, *updates, *read, *reads, *of_rows, *packs_in, *inputs]
 
     return replace(
         code,
@@ -223,12 +224,12 @@ def _rest(
     flow: Flow,
     segment: Segment,
     groups: Sequence[LaneGroup],
-    given: Sequence[Pack],
+    packs_in: Sequence[Pack],
 ) -> Segment:
     """Returns what is not done on flat arrays."""
-    ops = _rest_ops(flow, segment, groups, given)
+    ops = _rest_ops(flow, segment, groups, packs_in)
     needed = {v for op in ops for v in flow.inputs(op)} | _wanted(
-        segment, groups, given
+        segment, groups, packs_in
     )
     used = _used(ops)
     return replace(
@@ -247,10 +248,10 @@ def _rest_ops(
     flow: Flow,
     segment: Segment,
     groups: Sequence[LaneGroup],
-    given: Sequence[Pack],
+    packs_in: Sequence[Pack],
 ) -> list[Op]:
     written = {v for group in groups for v in group.variables}
-    needed = _wanted(segment, groups, given)
+    needed = _wanted(segment, groups, packs_in)
     ops: list[Op] = []
     for op in reversed(segment.ops):
         if op.is_whole_write and op.writes[0] in written:
@@ -262,10 +263,12 @@ def _rest_ops(
 
 
 def _wanted(
-    segment: Segment, groups: Sequence[LaneGroup], given: Sequence[Pack]
+    segment: Segment, groups: Sequence[LaneGroup], packs_in: Sequence[Pack]
 ) -> set[Var]:
     """Returns the values that groups, and others than the segment, take of the rest."""
-    taken = [pack for group in groups for pack in group.given() if pack not in given]
+    taken = [
+        pack for group in groups for pack in group.input_packs() if pack not in packs_in
+    ]
     atoms = (*_numbers(groups), *segment.outs, *(v for pack in taken for v in pack))
     return {atom for atom in atoms if not isinstance(atom, Literal)}
 

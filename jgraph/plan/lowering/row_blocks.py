@@ -82,8 +82,8 @@ def initial_value(
         return init(), size
     flat = inline_calls(jaxpr, consts)
     (result,) = flat.jaxpr.outvars
-    made = {v for equation in flat.jaxpr.eqns for v in equation.outvars}
-    if result not in made:
+    outputs = {v for equation in flat.jaxpr.eqns for v in equation.outvars}
+    if result not in outputs:
         return init(), size
     needed = _needed(flat.jaxpr)
     largest = max(_nbytes(v) for v in needed)
@@ -91,7 +91,7 @@ def initial_value(
         return init(), largest
     count = max(1, out.shape[0] * block_nbytes // size)
     demand = _Demand(flat.jaxpr)
-    whole = max((_nbytes(v) for v in demand.whole & made), default=0)
+    whole = max((_nbytes(v) for v in demand.whole & outputs), default=0)
     if count >= out.shape[0] or whole > block_nbytes or out.shape[0] >= 1 << 31:
         return init(), largest
     env = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
@@ -166,11 +166,11 @@ class _Demand:
         out: Any = self._out.aval
         total = out.shape[0]
 
-        def put(number: Any, made: Any) -> Any:
+        def put(number: Any, value: Any) -> Any:
             # The last block begins early enough to fit.
             start = jnp.minimum(number * count, total - count)
             block = self._block(env, start, count)
-            return lax.dynamic_update_slice_in_dim(made, block, start, 0)
+            return lax.dynamic_update_slice_in_dim(value, block, start, 0)
 
         empty = lax.full(out.shape, 0, out.dtype)
         return lax.fori_loop(0, -(-total // count), put, empty)

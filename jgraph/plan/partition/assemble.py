@@ -360,7 +360,7 @@ class Assembler:
             self.cut.flow, packed, self.platforms.get(cluster.task, ("cpu",))
         )
         self._codes.setdefault(code.digest, code)
-        inputs = [builder.ids[pack] for pack in packed.given]
+        inputs = [builder.ids[pack] for pack in packed.packs_in]
         inputs += [self._value(builder, v) for v in rest.inputs]
         row_updates = self._rows(builder, segment.row_updates)
         row_reads = self._rows(builder, segment.row_reads)
@@ -371,9 +371,9 @@ class Assembler:
         if cluster.kind == "alone":
             after = (*after, *builder.order_alone())
         after = tuple(sorted({*after, *self._awaited(builder, cluster)}))
-        outs = [self._define_pack(builder, pack) for pack in packed.made]
+        outs = [self._define_pack(builder, pack) for pack in packed.packs_out]
         leaving = len(self._packing.leaving[position])
-        first = sum(map(len, packed.made))
+        first = sum(map(len, packed.packs_out))
         outs += [
             self._define(builder, a)
             if n < leaving and not isinstance(a, Literal)
@@ -396,7 +396,7 @@ class Assembler:
             )
         )
         self._note(cluster, segment, code)
-        single = outs[len(packed.made) :]
+        single = outs[len(packed.packs_out) :]
         pairs = [(v, single[n - first]) for v, n in segment.blind]
         pairs += [(v, self._value(builder, value)) for v, value in segment.passed]
         if pairs:

@@ -79,5 +79,5 @@ def _reached(start: Iterable[int], after: Mapping[int, Iterable[int]]) -> set[in
 
 def _least(flow: Flow, check: int, there: set[Var]) -> Var:
     """Returns the result of a check that costs least where some are needed anyway."""
-    made: list[Var] = flow.ops[check].equation.outvars
-    return min(made, key=lambda v: (v not in there, flow.type_of(v).nbytes))
+    outputs: list[Var] = flow.ops[check].equation.outvars
+    return min(outputs, key=lambda v: (v not in there, flow.type_of(v).nbytes))

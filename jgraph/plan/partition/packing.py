@@ -58,11 +58,13 @@ class Packing:
     def segment(self, position: int) -> PackedSegment:
         """Returns a cluster as a segment, with the packs that it takes and gives."""
         if position not in self._packed:
-            made = self.packs_of(self.leaving[position])
+            leaving = self.packs_of(self.leaving[position])
             groups = self._groups.get(position, [])
             packs = set(self.packs.values())
             segment = self._segment(position)
-            self._packed[position] = packed(self.cut.flow, segment, groups, packs, made)
+            self._packed[position] = packed(
+                self.cut.flow, segment, groups, packs, leaving
+            )
         return self._packed[position]
 
     def packs_of(self, values: Iterable[Var]) -> list[Pack]:
@@ -81,7 +83,7 @@ class Packing:
 
     def _takes_flat(self, user: int, pack: Pack) -> bool:
         segment = self.segment(user)
-        return pack in segment.given and not segment.takes_alone(pack)
+        return pack in segment.packs_in and not segment.takes_alone(pack)
 
     def _segment(self, position: int) -> Segment:
         cluster = self.cut.clusters[position]
@@ -142,7 +144,7 @@ class Packing:
                 pack
                 for groups in self._groups.values()
                 for g in groups
-                for pack in g.given()
+                for pack in g.input_packs()
             ]
         )
         for pack in dict.fromkeys(wanted):

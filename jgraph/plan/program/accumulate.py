@@ -106,7 +106,7 @@ def mean_of_rows(
     type_ = ValueType((count,), ids.dtype.name, ragged=True)
     hashed = type_.dtype == "int64"
     full = padded(ids, type_)  # an error if there are more
-    made = [padded_pairs(ids, count) if hashed else full]
+    sums = [padded_pairs(ids, count) if hashed else full]
     for column in columns[1:]:
         first = np.asarray(column[0])
         half = first.dtype.itemsize < 4
@@ -117,8 +117,8 @@ def mean_of_rows(
         total[: len(ids)] /= len(column)
         result = _aligned(total.size, first.dtype).reshape(shape)
         result[:] = total
-        made.append(result)
-    return made
+        sums.append(result)
+    return sums
 
 
 def contributing(program: Program, gate: str) -> Program:

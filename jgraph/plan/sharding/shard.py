@@ -139,11 +139,11 @@ class _Sharder:
 
     def run(self, refs: list[Any], feeds: list[Any]) -> list[Any]:
         """Evaluates the graph; returns the fetches."""
-        jaxpr, left = self.graph.jaxpr, list(refs)
+        jaxpr, unbound = self.graph.jaxpr, list(refs)
         count = len(self.graph.variables)
         for var, spec in zip(jaxpr.invars[:count], self.graph.variables, strict=True):
             shards = len(spec.shards)
-            self._refs[var], left = left[:shards], left[shards:]
+            self._refs[var], unbound = unbound[:shards], unbound[shards:]
         known = [*zip(jaxpr.constvars, self.graph.consts, strict=True)]
         known += zip(jaxpr.invars[count:], feeds, strict=True)
         self.values.entries.update({var: Value(value) for var, value in known})

@@ -93,14 +93,14 @@ class ShardState:
         if equation.primitive.name == "join_rows":
             self._join(number, equation)
             return
-        given = {k: equation.params[k] for k in ("feature", "drop")}
+        params = {k: equation.params[k] for k in ("feature", "drop")}
         layouts = self.accesses.layouts[number]
         in_order = all(la.kind != "mod" or la.shards == 1 for la in layouts)
         with _compat.under(equation):
             ids = self.values.whole(equation.invars[0], stamp)
-            unique, positions = unique_rows(ids, rows=equation.params["rows"], **given)
+            unique, positions = unique_rows(ids, rows=equation.params["rows"], **params)
             for layout in layouts:
-                routed, local = route_rows(ids, layout=layout, **given)
+                routed, local = route_rows(ids, layout=layout, **params)
                 order = inverse = None
                 if in_order:
                     positions = routed
@@ -133,8 +133,8 @@ class ShardState:
                 for part, size in zip(ids, layout.sizes, strict=True)
             )
             self.values.routes[number, layout] = Route(layout, local)
-            given = ids if kind == "hash" else local
-            whole = tuple(whole_ids(x, n, layout) for n, x in enumerate(given))
+            indices = ids if kind == "hash" else local
+            whole = tuple(whole_ids(x, n, layout) for n, x in enumerate(indices))
             unique = joined_ids(local, whole, layout)
         self.values.entries[equation.outvars[0]] = Value(unique)
         origin = self.values.of(equation.invars[1]).origin
@@ -231,7 +231,9 @@ def _run_on_copies(
         for v, x in zip(atoms, arrays, strict=True)
         if _compat.is_ref(v.aval)
     }
-    left = iter([refs.get(v, x) for v, x in zip(atoms, arrays, strict=True)])
-    operands = [None if isinstance(v, Literal) else next(left) for v in equation.invars]
+    arguments = iter([refs.get(v, x) for v, x in zip(atoms, arrays, strict=True)])
+    operands = [
+        None if isinstance(v, Literal) else next(arguments) for v in equation.invars
+    ]
     results = _compat.run_equation(equation, operands)
     return results, [ref[...] for ref in refs.values()]

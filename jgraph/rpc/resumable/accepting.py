@@ -334,7 +334,7 @@ async def first_frames(context: Any, decoder: Decoder) -> list[Frame]:
 
 async def cancel_all(tasks: "set[asyncio.Task[None]]") -> None:
     """Cancels tasks, and waits for their end."""
-    left = list(tasks)
-    for task in left:
+    remaining = list(tasks)
+    for task in remaining:
         task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
+    await asyncio.gather(*remaining, return_exceptions=True)

@@ -119,7 +119,7 @@ class Backlog(Generic[_Item]):
         """Notes that the peer took some bytes."""
         self._moved = now
 
-    def left(self) -> None:
+    def finish_frame(self) -> None:
         """Notes that all of the last frame has left."""
         self._leaving = 0
 

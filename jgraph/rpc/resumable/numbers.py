@@ -98,7 +98,7 @@ class ReceivedFrames:
     """
 
     last: int = 0
-    told: int = 0
+    acknowledged: int = 0
     untold_bytes: int = 0
 
     def accept(self, number: int) -> bool:
@@ -119,10 +119,10 @@ class ReceivedFrames:
           nbytes: that arrived just now.
         """
         self.untold_bytes += nbytes
-        new = self.last - self.told
+        new = self.last - self.acknowledged
         return new >= ACK_FRAMES or (new > 0 and self.untold_bytes >= ACK_BYTES)
 
     def tell(self) -> int:
         """Returns what the other side is told now."""
-        self.told, self.untold_bytes = self.last, 0
-        return self.told
+        self.acknowledged, self.untold_bytes = self.last, 0
+        return self.acknowledged

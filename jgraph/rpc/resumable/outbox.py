@@ -200,7 +200,7 @@ class Outbox(Generic[_Item]):
                 await self._acknowledged()
             else:
                 await pipe.write(await self._next(keep=pipe.keeps), self._moved)
-        self.backlog.left()
+        self.backlog.finish_frame()
         self._is_empty.set()
 
     def _moved(self, nbytes: int) -> None:

@@ -134,18 +134,18 @@ def has_token(certificates: Path | None = None) -> bool:
 
 
 def find_token(
-    given: str | os.PathLike[str] | None = None, certificates: Path | None = None
+    source: str | os.PathLike[str] | None = None, certificates: Path | None = None
 ) -> Token:
     """Returns the token to use.
 
-    The file is the first of: ``given``; what the environment variable
+    The file is the first of: ``source``; what the environment variable
     ``JGRAPH_TOKEN_FILE`` names; ``token`` beside the certificates; the user's own,
     ``~/.jgraph/token``, which is made when it is first asked for.
 
     Raises:
       TokenError: the file cannot be read or made.
     """
-    if named := given or os.environ.get(TOKEN_FILE):
+    if named := source or os.environ.get(TOKEN_FILE):
         return Token.read(Path(named).expanduser())
     if certificates is not None and (certificates / NAME).exists():
         return Token.read(certificates / NAME)

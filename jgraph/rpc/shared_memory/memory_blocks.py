@@ -34,7 +34,7 @@ class Budget:
 
     Example:
       >>> budget = Budget(100)
-      >>> budget.take(70), budget.take(70), budget.left
+      >>> budget.take(70), budget.take(70), budget.remaining
       (True, False, 30)
     """
 
@@ -43,13 +43,13 @@ class Budget:
         self.taken = 0
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Bytes that can still be taken."""
         return self.limit - self.taken
 
     def take(self, nbytes: int) -> bool:
         """Takes ``nbytes`` unless that is over the limit; returns whether it did."""
-        if nbytes > self.left:
+        if nbytes > self.remaining:
             return False
         self.taken += nbytes
         return True
@@ -169,9 +169,9 @@ class BlockPool:
     def slab_for(self, nbytes: int) -> int:
         """Returns the size of a new slab that fits ``nbytes``; 0: not allowed."""
         nbytes = _whole_pages(nbytes)
-        if not self._free_slots or nbytes > self._budget.left:
+        if not self._free_slots or nbytes > self._budget.remaining:
             return 0
-        return max(nbytes, min(self._slab_bytes, _floor_pages(self._budget.left)))
+        return max(nbytes, min(self._slab_bytes, _floor_pages(self._budget.remaining)))
 
     def add_slab(self, size: int) -> None:
         """Adds a slab of a size that ``slab_for`` allowed.

@@ -47,7 +47,7 @@ async def connect_local(offer: pb.LocalSocket, take: Take) -> FrameSocket | None
 
     ticket = Ticket(offer.ticket, offer.welcome)
     try:
-        return await _shown(open_it, ticket, lambda made: made.is_same_user, take)
+        return await _shown(open_it, ticket, lambda sock: sock.is_same_user, take)
     except OSError:
         return None
     finally:
@@ -88,7 +88,7 @@ class DataDialer:
         if self._filtered.get(there, 0.0) > now():
             return None
         try:
-            made = await self._dial(there, offer, expected_at(task), take)
+            sock = await self._dial(there, offer, expected_at(task), take)
         except TimeoutError:
             self._filtered[there] = now() + FILTERED_S
             why = f"no answer within {HANDSHAKE_TIMEOUT_S:g} s; does a firewall drop it"
@@ -96,7 +96,7 @@ class DataDialer:
             why = error.strerror or str(error) or type(error).__name__
         else:
             self._said = {said for said in self._said if said[0] != address}
-            return made
+            return sock
         if (address, why) not in self._said:
             self._said.add((address, why))
             _logger.info(
@@ -119,8 +119,8 @@ class DataDialer:
         else:
             ticket, tls = Ticket(offer.ticket, offer.welcome, keys), None
 
-        def is_right(made: FrameSocket) -> bool:
-            return tls is None or expected in made.names
+        def is_right(sock: FrameSocket) -> bool:
+            return tls is None or expected in sock.names
 
         async def open_it(make: Callable[[], FrameSocket]) -> None:
             await self._open(make, *there, tls)
@@ -167,23 +167,23 @@ async def _shown(
         if not welcomed.done():
             welcomed.set_result(False)
 
-    made = FrameSocket(look)
-    made.ended.add_done_callback(give_up)
+    sock = FrameSocket(look)
+    sock.ended.add_done_callback(give_up)
     is_welcome = False
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-            await open_it(lambda: made)
-            if is_right(made):
-                made.write_now(ticket.shown)
-                ticket.seal(made, accepts=False)
+            await open_it(lambda: sock)
+            if is_right(sock):
+                sock.write_now(ticket.shown)
+                ticket.seal(sock, accepts=False)
                 is_welcome = await welcomed
     finally:
         if not is_welcome:
-            made.close()
+            sock.close()
     if not is_welcome:
         raise ConnectionRefusedError("what listens there is not the task's")
-    made.hand_to(take)
-    return made
+    sock.hand_to(take)
+    return sock
 
 
 def end_late(

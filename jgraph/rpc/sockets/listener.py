@@ -275,15 +275,15 @@ def new_local_socket() -> tuple[sockets.socket, str]:
     if sys.platform != "linux":
         raise OSError("sockets without a file need Linux")
     name = f"{PREFIX}{secrets.token_hex(16)}"
-    made = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    listener = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
     try:
-        made.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, KERNEL_BYTES)
-        made.bind(f"\0{name}")
-        made.listen()
+        listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, KERNEL_BYTES)
+        listener.bind(f"\0{name}")
+        listener.listen()
     except BaseException:
-        made.close()
+        listener.close()
         raise
-    return made, name
+    return listener, name
 
 
 def new_data_socket(host: str, port: int) -> sockets.socket:

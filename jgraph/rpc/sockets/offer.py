@@ -71,7 +71,7 @@ class SocketOffer:
         self._room = room
         self._take = take
         self._used = used
-        self._made: list[tuple[SocketListener, Ticket]] = []
+        self._tickets: list[tuple[SocketListener, Ticket]] = []
         self._arrived: FrameSocket | None = None
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -105,13 +105,13 @@ class SocketOffer:
 
     def _offer(self, listener: SocketListener) -> Ticket:
         ticket = listener.offer(self._caller, self._welcome)
-        self._made.append((listener, ticket))
+        self._tickets.append((listener, ticket))
         return ticket
 
     def _withdraw(self) -> None:
-        for listener, ticket in self._made:
+        for listener, ticket in self._tickets:
             listener.withdraw(ticket)
-        self._made.clear()
+        self._tickets.clear()
 
     def _welcome(self, socket: FrameSocket) -> None:
         before = self._arrived

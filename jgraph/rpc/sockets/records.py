@@ -183,7 +183,7 @@ class Opener:
 
     def _keep(self, start: int) -> None:
         """Moves what is left of a record to the front, and makes room for all of it."""
-        left = self._have - start
+        remaining = self._have - start
         rest = self._sealed[start : self._have]
         size = self._size_at(start)
         whole = 0 if size is None else _HEAD.size + size + _TAG_BYTES
@@ -191,5 +191,5 @@ class Opener:
         if self._limit > len(self._sealed):
             self._sealed = memoryview(bytearray(self._limit))
         if rest.obj is not self._sealed.obj or start:
-            self._sealed[:left] = bytes(rest)
-        self._have = left
+            self._sealed[:remaining] = bytes(rest)
+        self._have = remaining

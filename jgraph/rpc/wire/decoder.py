@@ -273,20 +273,20 @@ class _Body:
 class _Refused:
     """A frame whose tensors, so many bytes in the stream, are thrown away."""
 
-    __slots__ = ("_header", "_left")
+    __slots__ = ("_header", "_remaining")
 
     def __init__(self, header: pb.Frame, nbytes: int) -> None:
         self._header = header
-        self._left = nbytes
+        self._remaining = nbytes
 
     @property
     def is_complete(self) -> bool:
-        return not self._left
+        return not self._remaining
 
     def frame(self) -> Frame:
         return Frame(self._header, ())
 
     def fill(self, view: memoryview) -> memoryview:
-        n = min(len(view), self._left)
-        self._left -= n
+        n = min(len(view), self._remaining)
+        self._remaining -= n
         return view[n:]

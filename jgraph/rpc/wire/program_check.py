@@ -126,8 +126,8 @@ class _PartitionCheck:
                 require(same, f"'{node.name[:80]}' is no feed of this type")
             case FetchNode():
                 self.driver_only()
-                given, due = len(node.values), len(self.program.fetches)
-                require(given == due, f"{given} values for {due} fetches")
+                count, due = len(node.values), len(self.program.fetches)
+                require(count == due, f"{count} values for {due} fetches")
             case ConstNode():
                 value = ValueType(node.value.shape, node.value.dtype.name)
                 self.same_types([value], [node.out])
@@ -185,8 +185,8 @@ class _PartitionCheck:
         _check_unique(list(_variables(node)), "averaged variable")
         if isinstance(node, ContributeNode):
             # Of rows, only those that are there are contributed.
-            given = [replace(self.type(v), ragged=False) for v in node.values]
-            require_types(given, self.stored(node.variables))
+            types = [replace(self.type(v), ragged=False) for v in node.values]
+            require_types(types, self.stored(node.variables))
             self.same_types([ValueType((), "int32")], [node.slot])
             return
         for mean in node.row_means:

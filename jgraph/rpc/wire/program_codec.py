@@ -91,10 +91,10 @@ def decode_program(message: pb.Program, tensors: Sequence[Tensor]) -> Program:
         raise InvalidProgramError(
             f"program '{message.name}': {error.message}"
         ) from None
-    left = sum(1 for _ in rest)
-    if left:
+    spare = sum(1 for _ in rest)
+    if spare:
         raise InvalidProgramError(
-            f"program '{message.name}' came with {left} tensors too many"
+            f"program '{message.name}' came with {spare} tensors too many"
         )
     check_program(program)
     return program

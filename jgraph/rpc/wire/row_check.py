@@ -34,7 +34,7 @@ def check_rows(
             _check_layout(node)
             ids = types[node.ids]
             count = ids.shape[:1]
-            made = [types[v] for v in (node.positions, *node.local)]
+            outs = [types[v] for v in (node.positions, *node.local)]
             if node.layout.kind == "hash":
                 require(
                     (ids.shape[1:], ids.dtype) == ((2,), "uint32"), f"keys of {ids}"
@@ -47,7 +47,7 @@ def check_rows(
                 local = ValueType(count, "int32", ragged=True)
             require(len(count) == 1, f"ids of type {ids}")
             due = [ValueType(count, "int32"), *[local] * node.layout.shards]
-            require_types(made, due)
+            require_types(outs, due)
         case MergeNode():
             _check_shards(partition, node.local, node.values, node.out)
         case SplitNode():
@@ -72,10 +72,10 @@ def require(condition: bool, message: str) -> None:
         raise InvalidProgramError(message)
 
 
-def require_types(given: Sequence[ValueType], due: Sequence[ValueType]) -> None:
+def require_types(actual: Sequence[ValueType], due: Sequence[ValueType]) -> None:
     """Refuses the program unless the types are those that are due."""
-    same = list(given) == list(due)
-    require(same, f"types {_listed(given)} where {_listed(due)} are due")
+    same = list(actual) == list(due)
+    require(same, f"types {_listed(actual)} where {_listed(due)} are due")
 
 
 def _check_ids(type_: ValueType, *dtypes: str) -> None:

@@ -210,10 +210,10 @@ def _taking_packed(run: Executable, positions: Sequence[int]) -> Executable:
     """
 
     def call(*args: Any) -> Sequence[jax.Array]:
-        given = list(args)
+        arguments = list(args)
         for position in positions:
-            given[position] = np.asarray(args[position])
-        return run(*given)
+            arguments[position] = np.asarray(args[position])
+        return run(*arguments)
 
     return call
 

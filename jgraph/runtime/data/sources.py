@@ -201,8 +201,8 @@ class IndexedReader:
             found = {n: Field(a.dtype, a.shape) for n, a in example.items()}
             if found != self.fields:
                 raise SourceError(
-                    f"example {row} of {self._name} has {_told(found)}; the first one "
-                    f"has {_told(self.fields)}"
+                    f"example {row} of {self._name} has {_listed(found)}; the first "
+                    f"one has {_listed(self.fields)}"
                 )
         return {name: np.stack([e[name] for e in examples]) for name in self.fields}
 
@@ -290,5 +290,5 @@ def _call(path: str, arguments: Mapping[str, Any], allowed: Sequence[str]) -> An
         ) from error
 
 
-def _told(fields: Mapping[str, Field]) -> str:
+def _listed(fields: Mapping[str, Field]) -> str:
     return ", ".join(f"{name or 'array'} {field}" for name, field in fields.items())

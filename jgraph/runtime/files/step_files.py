@@ -105,25 +105,25 @@ def begin_step(directory: Path) -> tuple[Path, Manifest]:
             path=str(directory),
             needed=manifest.nbytes + _ROOM,
         )
-    made = unfinished(directory / str(steps[-1]))
-    made.mkdir()
+    started = unfinished(directory / str(steps[-1]))
+    started.mkdir()
     for path in like.iterdir():
         if path.name not in {FILE, PROOF} and not path.is_dir():
-            _copy(path, made / path.name)
+            _copy(path, started / path.name)
     for name, leaf in manifest.leaves.items():
-        make_array(made, Slice.whole(directory_of(name), leaf.type, leaf.block_rows))
-    make_item(made)
-    return made, manifest
+        make_array(started, Slice.whole(directory_of(name), leaf.type, leaf.block_rows))
+    make_item(started)
+    return started, manifest
 
 
-def make_item(made: Path) -> None:
+def make_item(step: Path) -> None:
     """Makes the directory in which ``CheckpointManager`` of Orbax looks for the tree.
 
     It has links to what is beside it. A file system without them has a checkpoint that
     only the other readers of Orbax know.
     """
-    names = [path.name for path in made.iterdir() if path.is_dir()]
-    item = made / ITEM
+    names = [path.name for path in step.iterdir() if path.is_dir()]
+    item = step / ITEM
     try:
         item.mkdir()
         for name in [*names, "_METADATA"]:
@@ -133,7 +133,7 @@ def make_item(made: Path) -> None:
 
 
 def commit_step(
-    made: Path,
+    step: Path,
     manifest: Manifest,
     before_commit: Callable[[], None],
     *,
@@ -142,7 +142,7 @@ def commit_step(
     """Gives a step that is written its name; then it is there, and whole.
 
     Args:
-      made: where ``begin_step`` made it.
+      step: where ``begin_step`` made it.
       manifest: of it.
       before_commit: called when everything is on disk; what it raises stops the save.
       overwrite: replace a step that is there.
@@ -151,21 +151,21 @@ def commit_step(
       CheckpointError: the step is there already.
       OSError: what the disk says.
     """
-    target = made.with_name(str(manifest.step))
+    target = step.with_name(str(manifest.step))
     if target.exists() and not overwrite:
         raise CheckpointError(f"{target} exists", path=str(target))
-    (made / FILE).write_text(manifest.to_json(), encoding="utf-8")
-    for path in made.iterdir():
+    (step / FILE).write_text(manifest.to_json(), encoding="utf-8")
+    for path in step.iterdir():
         _sync(path)
-    _sync(made)
+    _sync(step)
     failpoint("handed.on_disk")
     before_commit()
-    put_in_place(made, target)
+    put_in_place(step, target)
     failpoint("handed.committed")
     return target
 
 
-def put_in_place(made: Path, target: Path) -> None:
+def put_in_place(step: Path, target: Path) -> None:
     """Gives a checkpoint that is whole its name; another that has it goes last.
 
     Raises:
@@ -178,7 +178,7 @@ def put_in_place(made: Path, target: Path) -> None:
             target.rename(f"{target}.old-{secrets.token_hex(4)}")
             failpoint("checkpoint.old_put_away")
         try:
-            made.rename(target)
+            step.rename(target)
             break
         except OSError as error:
             put_back(target)

@@ -69,7 +69,7 @@ class Recorder:
           update: a node changed it, in an update that has begun.
         """
         with self._lock:
-            number, version = self._updates.made(step), 0
+            number, version = self._updates.append(step), 0
             if update:
                 version = self._progress.version + 1
             elif not isinstance(what, NodeRan):
@@ -163,7 +163,7 @@ class Recorder:
         At once if it is, or changed nothing.
         """
         with self._lock:
-            now = self._updates.over(step)
+            now = self._updates.finish(step)
         if now or self.error is not None:
             callback(None if now else self.error)
         else:
@@ -177,7 +177,7 @@ class Recorder:
     def commit(self, number: int) -> None:
         """Learns that all records up to this one are kept."""
         with self._lock:
-            done = self._updates.kept(number)
+            done = self._updates.commit(number)
         self._tell(done, None)
 
     def fail(self, error: JGError) -> None:

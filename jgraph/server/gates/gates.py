@@ -186,8 +186,10 @@ class Gates:
         match event.WhichOneof("kind"), gate:
             case "contributed", _:
                 for one in event.contributed.contributions:
-                    told = Contributed(src, _step(one.step), one.version, one.slot)
-                    self._hear(name, told)
+                    contributed = Contributed(
+                        src, _step(one.step), one.version, one.slot
+                    )
+                    self._hear(name, contributed)
             case "ended", _:
                 self._ended(name, _step(event.ended), src)
             case "decided", SyncGateShell():
@@ -239,8 +241,8 @@ class Gates:
     def _contributed(self, name: str, news: Sequence[Tell]) -> None:
         leader = self._shards[name][0]
         if leader == self._task:
-            for told in news:
-                event = Contributed(self._task, told.step, told.version, told.slot)
+            for one in news:
+                event = Contributed(self._task, one.step, one.version, one.slot)
                 self._hear(name, event)
             return
         each = [

@@ -49,7 +49,7 @@ class MasterLease:
         supervision: LeaseTracker,
         clock: Clock,
         fail: Callable[[Exception], None],
-        tell: Callable[[MasterSilent | MasterHeard], None] = lambda told: None,
+        tell: Callable[[MasterSilent | MasterHeard], None] = lambda event: None,
         is_silence: Callable[[JGError], bool] = lambda error: True,
     ) -> None:
         self._ask = ask

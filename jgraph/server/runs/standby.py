@@ -564,7 +564,7 @@ class Standby:
         left = pb.OpenDataRun()
         left.CopyFrom(self._data)
         left.run = f"{self._order.run}~{term}"
-        left.budget = self._book.left
+        left.budget = self._book.remaining
         left.position = json.dumps(self._book.position(updates))
         self._peers.dealers.open(left)
         self.supervisor.record.note(frame(open_data_run=left))

@@ -253,7 +253,7 @@ class Indexed:
 
     def _many(self, rows: Sequence[int]) -> list[list[Array]]:
         fetch = getattr(self._data, "__getitems__", None)  # of torch and datasets
-        with _told(self.element.name):
+        with _naming(self.element.name):
             elements = fetch([*rows]) if fetch else (self._data[row] for row in rows)
             pairs = zip(elements, rows, strict=True)
             return [self.element.arrays(element, row) for element, row in pairs]
@@ -422,7 +422,7 @@ class Stream:
 
     def _begin(self) -> Iterator[Any]:
         iterable = self.iterable
-        with _told(self._name):
+        with _naming(self._name):
             if _makes(iterable):
                 iterable = iterable()
             as_numpy: Callable[[], Any] | None
@@ -433,7 +433,7 @@ class Stream:
         """Returns the next element of the pass, boxed; None: it is over."""
         if ahead is not None:
             return ahead
-        with _told(self._name):
+        with _naming(self._name):
             for element in self._pass:
                 return (element,)
         return None
@@ -483,7 +483,7 @@ class Stream:
         if first is not None:
             yield first[0]
         while True:
-            with _told(self._name):
+            with _naming(self._name):
                 try:
                     element = next(elements)
                 except StopIteration:
@@ -511,7 +511,7 @@ def _stacked(examples: Sequence[Sequence[Array]]) -> list[Array]:
 
 
 @contextmanager
-def _told(name: str) -> Iterator[None]:
+def _naming(name: str) -> Iterator[None]:
     """Makes what the user's own code raises while it gives data one error."""
     try:
         yield

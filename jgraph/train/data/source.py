@@ -144,8 +144,8 @@ class Source:
             if other != worker_facts[0]:
                 raise SourceError(
                     f"{self!r} is not the same on {workers[0]} and {worker}: "
-                    f"{_told(worker_facts[0])} there, {_told(other)} here; make the "
-                    "files alike",
+                    f"{_summary(worker_facts[0])} there, {_summary(other)} here; make "
+                    "the files alike",
                     task=worker,
                 )
         return Dataset(*_shown(worker_facts[0]), facts=worker_facts[0], source=plain)
@@ -209,6 +209,6 @@ def _shown(facts: SourceFacts) -> tuple[dict[str, Any], Any]:
     }, tree
 
 
-def _told(facts: SourceFacts) -> str:
+def _summary(facts: SourceFacts) -> str:
     fields = ", ".join(f"{name} {field}" for name, field in facts.fields.items())
     return f"{sum(p.examples for p in facts.parts)} examples of {fields}"

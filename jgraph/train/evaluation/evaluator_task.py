@@ -163,10 +163,10 @@ class EvaluatorTask:
         batch = dataset.avals(batch_size)
         key = str(batch)
         if key not in self._eval_steps:
-            self._eval_steps[key] = self._made(batch, len(dataset.fields))
+            self._eval_steps[key] = self._eval_step(batch, len(dataset.fields))
         return self._eval_steps[key]
 
-    def _made(self, batch: Any, fields: int) -> _EvalStep:
+    def _eval_step(self, batch: Any, fields: int) -> _EvalStep:
         tables = self._row_tables(batch) if self._by_rows else None
         rows = {table.name for table in tables.tables} if tables else set[str]()
         model = [n for n in self._step.names if n.startswith(("params/", "state/"))]

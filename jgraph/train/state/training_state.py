@@ -31,22 +31,22 @@ class TrainingState:
     @property
     def names(self) -> list[str]:
         """Names of the variables."""
-        return self._parts.made()[0].names
+        return self._parts.build()[0].names
 
     def current_values(self) -> Sequence[Any]:
         """Returns the value of every variable now."""
-        return self._parts.made()[1].state.values()
+        return self._parts.build()[1].state.values()
 
     def model_of(self, values: Sequence[Any] | None) -> Any:
         """See ``Result.model_of``."""
-        step, runner, _ = self._parts.made()
+        step, runner, _ = self._parts.build()
         values = runner.state.values(model_only=True) if values is None else values
         tree = step.unflatten(values)
         return step.adapter.model(tree["params"], tree["state"])
 
     def predictor_of(self, values: Sequence[Any] | None) -> Predictor:
         """See ``Result.predictor_of``."""
-        step, runner, _ = self._parts.made()
+        step, runner, _ = self._parts.build()
         values = runner.state.values(model_only=True) if values is None else values
         tree = step.unflatten(values)
         tables = [str(table) for table in step.adapter.tables]
@@ -54,15 +54,15 @@ class TrainingState:
 
     def current_staleness(self) -> Staleness:
         """See ``Result.current_staleness``."""
-        return self._parts.made()[1].staleness()
+        return self._parts.build()[1].staleness()
 
     def current_events(self) -> Events:
         """See ``Result.current_events``."""
-        return self._parts.made()[1].state.events()
+        return self._parts.build()[1].state.events()
 
     def current_position(self) -> Position:
         """See ``Result.current_position``."""
-        return self._parts.made()[1].position()
+        return self._parts.build()[1].position()
 
     def save_values(
         self,
@@ -73,7 +73,7 @@ class TrainingState:
         overwrite: bool,
     ) -> Path:
         """See ``Result.save_values``."""
-        parts = self._parts.made()
+        parts = self._parts.build()
         return save_to(parts, path, values, position, overwrite=overwrite)
 
     def evaluate_values(
@@ -111,7 +111,7 @@ class TrainingState:
         """
         dataset = as_source_or_dataset(data)
         self._parts.check_alike(dataset)
-        step, runner, evaluator = self._parts.made(dataset)
+        step, runner, evaluator = self._parts.build(dataset)
         with show_wait("evaluating"):
             # The position first: what is trained meanwhile comes again, none is left
             # out.
@@ -128,4 +128,4 @@ class TrainingState:
 
     def load_values(self, values: Sequence[Any], position: Position) -> None:
         """See ``Result.load_values``."""
-        self._parts.made()[1].state.load(values, position)
+        self._parts.build()[1].state.load(values, position)

@@ -27,7 +27,7 @@ def test_whenever_masters_are_lost_each_batch_is_trained_on_and_repeats_are_coun
     book = BatchBook(plan(), budget=BUDGET)
     for last in (False, False, True):
         position = book.position(sum(trained.values()))
-        master = Dispatch(plan(), budget=book.left, workers=2, position=position)
+        master = Dispatch(plan(), budget=book.remaining, workers=2, position=position)
         done = Counter[str]()
         while master.done < BUDGET and (last or data.draw(st.booleans())):
             worker = data.draw(st.sampled_from("ab"))
@@ -40,7 +40,7 @@ def test_whenever_masters_are_lost_each_batch_is_trained_on_and_repeats_are_coun
                 if last or data.draw(st.booleans()):
                     book.add([lease])
     order = BatchOrder(plan())
-    assert (book.done, book.left) == (BUDGET, 0)
+    assert (book.done, book.remaining) == (BUDGET, 0)
     end, unfinished = order.restored(book.position(sum(trained.values())))
     assert (end, unfinished) == (BUDGET, [])
     times = [trained[next(order.batch(place).each())] for place in range(BUDGET)]

@@ -30,9 +30,9 @@ def test_each_step_is_told_of_once_and_when_its_last_record_is_kept(
         step = number, round_of[number % 4]
         match act:
             case "made":
-                last[step] = updates.made(step)
+                last[step] = updates.append(step)
             case "over":
-                if updates.over(step):
+                if updates.finish(step):
                     told.append(step)
                     assert last.get(step, 0) <= kept
                 else:
@@ -40,7 +40,7 @@ def test_each_step_is_told_of_once_and_when_its_last_record_is_kept(
                 round_of[number] += 1  # no step is over twice
             case "kept":
                 kept = max(kept, min(number, updates.count))
-                done = updates.kept(kept)
+                done = updates.commit(kept)
                 assert set(done) == {s for s in waiting if last[s] <= kept}
                 waiting -= set(done)
                 told += done
@@ -48,5 +48,5 @@ def test_each_step_is_told_of_once_and_when_its_last_record_is_kept(
                 updates.forget(step)
                 round_of[number] += 1
     assert updates.count == sum(act == "made" for act, _ in acts)
-    assert set(updates.kept(updates.count)) == waiting
+    assert set(updates.commit(updates.count)) == waiting
     assert len(told) == len(set(told))

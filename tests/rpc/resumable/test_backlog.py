@@ -43,7 +43,7 @@ def test_frame_that_is_being_sent_still_counts() -> None:
     assert waiting.take(now=0.0) == "a"
     with pytest.raises(NotTakingError, match=r"1 frames \(90 bytes\)"):
         waiting.add("b", 20, step=None, now=1.0)
-    waiting.left()
+    waiting.finish_frame()
     waiting.add("b", 20, step=None, now=1.0)
     assert waiting.nbytes == 20
 

@@ -247,7 +247,7 @@ class World(FaultyRun[Shard]):
         for shard in self.shards.values():
             shard.dropped |= accounts.keys() - set(there)
         position = self.done.position(self.updates())
-        self.deal(self.done.left, position)
+        self.deal(self.done.remaining, position)
         for loop, task in loops.items():
             if loop in there:
                 self.start_loop(task)

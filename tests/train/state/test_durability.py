@@ -151,7 +151,7 @@ def test_records_make_what_each_ps_holds_again_bit_by_bit(
     trainer = trainer_of(cluster, strategy(durability=durability), kind)
     for _ in range(2):  # of which only the second one is kept
         trainer.fit(data_of(kind), steps=30, batch_size=8, progress=False)
-    step, runner, _ = trainer._parts.made()
+    step, runner, _ = trainer._parts.build()
     assert isinstance(runner, AsyncRunner | SyncRunner)
     kept = runner.state.copies
     assert kept is not None
@@ -235,7 +235,7 @@ def test_copy_that_took_the_place_of_its_ps_takes_nothing_more_from_it(
 
     def replace(run: Any, report: Any) -> None:
         if not replaced:
-            runner = trainer._parts.made()[1]
+            runner = trainer._parts.build()[1]
             assert isinstance(runner, AsyncRunner)
             assert runner.state.copies is not None
             ps = cluster.tasks("ps")[1]
