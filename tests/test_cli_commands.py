@@ -31,7 +31,18 @@ def walk(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
 
 COMMANDS = dict(walk(typer.main.get_command(cli.app)))
 WAITS = (
-    *("doctor", "up", "down", "status", "top", "logs", "drain", "runs", "events"),
+    *(
+        "doctor",
+        "up",
+        "down",
+        "status",
+        "top",
+        "logs",
+        "predict",
+        "drain",
+        "runs",
+        "events",
+    ),
     "dashboard",
 )
 """Those that wait for tasks; others read files, train, or serve until they are told."""

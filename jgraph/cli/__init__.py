@@ -60,7 +60,7 @@ for command in (
     *(looking.version, clusters.doctor, hosts.server, hosts.certs),
     *(clusters.up, clusters.down, clusters.status, clusters.top, dashboard.dashboard),
     *(runs.runs, runs.events, tasks.logs, tasks.drain, looking.show, looking.demo),
-    *(serving.export, serving.serve),
+    *(serving.export, serving.serve, serving.predict),
 ):
     app.command()(command)
 app.add_typer(hosts.tokens, name="token")

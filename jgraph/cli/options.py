@@ -92,8 +92,6 @@ INSTEAD: Final[Mapping[str, str]] = {
     "jg.LocalCluster; notebooks/04_break_it_on_purpose.ipynb shows how",
     "kill": "`jgraph drain TASK` ends a task gently, `jgraph status` shows its process "
     "id, and a jg.LocalCluster has cluster.kill(TASK)",
-    "predict": "predictions are made in Python: trainer.predict(x), or "
-    "jg.ExportedModel(path).predict(x)",
     "serve-task": "`jgraph server` is what runs on a host",
     "stack": "`jgraph status --explain` says what steps under way wait for",
     "start": "`jgraph up` starts a cluster here, or on --hosts; `jgraph server` one "

@@ -1,14 +1,15 @@
-"""``jgraph export`` and ``jgraph serve``: versions of models, and their servers."""
+"""``jgraph export``, ``serve`` and ``predict``: versions of models, their servers."""
 
 import json
 import signal
+import sys
 import threading
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from jgraph.cli.options import Json, say
+from jgraph.cli.options import Json, Timeout, say
 
 
 def export(
@@ -145,3 +146,74 @@ def serve(
     while not ended.wait(1.0):
         pass
     server.stop(drain_s)
+
+
+def predict(
+    url: Annotated[str, typer.Argument(help="Of the server: http://host:8000.")],
+    model: Annotated[str, typer.Argument(help="Name of a model.")],
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="JSON: a list, or a dict of lists by the names of the inputs; -: from"
+            " standard input.",
+            metavar="FILE.json",
+        ),
+    ],
+    version: Annotated[
+        str, typer.Option(help="A number, or label:NAME; the newest if unset.")
+    ] = "",
+    signature: Annotated[
+        str, typer.Option(help="Which function; the default one if unset.")
+    ] = "",
+    bench_s: Annotated[
+        float,
+        typer.Option("--bench", min=0.0, help="Ask for so many seconds; print rates."),
+    ] = 0.0,
+    clients: Annotated[
+        int, typer.Option(min=1, max=1000, help="How many ask at once, with --bench.")
+    ] = 1,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="What the server wants to see. If unset: what it made here."),
+    ] = None,
+    ca: Annotated[
+        Path | None, typer.Option(help="Authority of its certificate, PEM.")
+    ] = None,
+    timeout: Timeout = 10,
+    as_json: Json = False,
+) -> None:
+    """Ask a model server for one prediction, or measure how many it makes."""
+    from jgraph.cli.model_client import ModelClient, bench
+    from jgraph.rpc.security.token import SERVE_NAME, Token, home
+
+    x = _read(file)
+    path = token_file or home() / SERVE_NAME
+    token = Token.read(path) if token_file or path.exists() else None
+    asking = [ModelClient(url, token, ca, timeout) for _ in range(clients)]
+    try:
+        found = asking[0].predict(model, x, version, signature)
+        if not bench_s:
+            typer.echo(json.dumps(found))
+            return
+        measured = bench(
+            asking, bench_s, lambda one: one.predict(model, x, version, signature)
+        )
+        say(measured.facts(), str(measured), as_json=as_json)
+    finally:
+        for one in asking:
+            one.close()
+
+
+def _read(file: str) -> Any:
+    from jgraph.errors import ModelInputError
+
+    where = "standard input" if file == "-" else file
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
+        return json.loads(text)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ModelInputError(
+            f"{where} is no JSON to predict for: {why}; write [[1.0, 2.0]], or "
+            '{"x": [[1.0, 2.0]]}'
+        ) from error

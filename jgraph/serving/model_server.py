@@ -23,7 +23,7 @@ from jgraph.errors import (
     TokenError,
 )
 from jgraph.rpc.grpc.listening import listen, server_options, stop_listening
-from jgraph.rpc.security.token import Token, home, own_path
+from jgraph.rpc.security.token import SERVE_NAME, Token, home, own_path
 from jgraph.runtime.compiled.compile_cache import CompileCache
 from jgraph.serving.artifact import MODEL_NAME, versions_in
 from jgraph.serving.exported_model import named
@@ -36,7 +36,6 @@ from jgraph.serving.statistics import EXTRA
 from jgraph.view import markup
 
 _LOG = logging.getLogger("jgraph.serving")
-TOKEN: Final = "serve_token"
 MAX_MESSAGE: Final = 64 << 20
 MAX_CONNECTIONS: Final = 1024
 GRACE_S: Final = 10.0
@@ -433,7 +432,7 @@ def _token(source: str | Path | None) -> Token:
       TokenError: it is, or cannot be read.
     """
     if source is None:
-        token = Token.make(home() / TOKEN)
+        token = Token.make(home() / SERVE_NAME)
     else:
         path = Path(source).expanduser()
         if not path.exists():

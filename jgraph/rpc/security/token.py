@@ -17,6 +17,8 @@ from jgraph.errors import TokenError
 TOKEN_FILE: Final = "JGRAPH_TOKEN_FILE"
 """Environment variable that names the file of the token."""
 NAME: Final = "token"
+SERVE_NAME: Final = "serve_token"
+"""What callers of a model server show; it is not that of a cluster."""
 METADATA_KEY: Final = "authorization"
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 _LONG_ENOUGH: Final = re.compile(r"[0-9A-Za-z_.~+/=-]{32,512}")
