@@ -6,7 +6,7 @@ held, while the step before is still computed.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeAlias, final
@@ -129,6 +129,65 @@ class BatchReader:
 
 
 @final
+class _Progress:
+    """What of the batches that were dealt to a loop is done, in their order.
+
+    Attributes:
+      done: batches whose steps are done, and those of all before them.
+    """
+
+    def __init__(self) -> None:
+        self.done = 0
+        self._acknowledged: set[int] = set()  # later than the oldest that is not
+        self._reported = 0  # of those that are done
+        self._unreported: deque[Lease] = deque()
+
+    def deal(self, leases: Iterable[Lease]) -> None:
+        self._unreported.extend(leases)
+
+    def acknowledge(self, number: int) -> None:
+        self._acknowledged.add(number)
+        while self.done in self._acknowledged:
+            self._acknowledged.remove(self.done)
+            self.done += 1
+
+    def report(self) -> list[Lease]:
+        """Returns which batches are done of those that it has not returned before."""
+        done: list[Lease] = []
+        while self._reported < self.done:
+            ready, rest = self._unreported.popleft().cut(self.done - self._reported)
+            self._reported += ready.batches
+            done.append(ready)
+            if rest is not None:
+                self._unreported.appendleft(rest)
+        return done
+
+
+@final
+class _Stock:
+    """How many batches to hold ahead, by how fast they go.
+
+    Attributes:
+      enough: batches that last for a while.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.enough = _AHEAD
+        self._asked_at, self._taken_then = now, 0
+
+    @property
+    def least(self) -> int:
+        """With fewer, the master is asked for more."""
+        return max(_AHEAD, self.enough // 2)
+
+    def learn(self, taken: int, now: float) -> None:
+        seconds, batches = now - self._asked_at, taken - self._taken_then
+        per_s = batches / max(seconds, 1e-6)
+        self.enough = max(_AHEAD, min(int(per_s * _AHEAD_S), 2 * self.enough))
+        self._asked_at, self._taken_then = now, taken
+
+
+@final
 class DataFeed:
     """Gives batches to a loop until the master says that all are done.
 
@@ -154,9 +213,9 @@ class DataFeed:
         self._waiting: Taken | None = None
         self._error: BaseException | None = None
         self._over = self._dry = self._ended = False
-        self._enough, self._asked_at, self._taken_then = _AHEAD, clock.now(), 0
+        self._stock = _Stock(clock.now())
+        self._progress = _Progress()
         self._taken = 0
-        self._acknowledged: set[int] = set()  # later than the oldest that is not
         self._received = 0
         self._lease = MasterLease(
             partial(self._ask_master, 0, idle=False),
@@ -167,10 +226,11 @@ class DataFeed:
         )
         if supervised:
             self._lease.begin()
-        self._told = 0  # of those that are done
-        self._dealt: deque[Lease] = deque()  # and not told as done
-        self.done = 0
+
+    @property
+    def done(self) -> int:
         """Batches whose steps are done, in the order in which they were dealt."""
+        return self._progress.done
 
     def take(self, then: Taken) -> None:
         """Calls ``then`` with the next batch, an error, or None after the last one."""
@@ -179,23 +239,13 @@ class DataFeed:
 
     def acknowledge(self, taken: int) -> None:
         """Says that the step of batch number ``taken``, counted as taken, is done."""
-        self._acknowledged.add(taken)
-        while self.done in self._acknowledged:
-            self._acknowledged.remove(self.done)
-            self.done += 1
+        self._progress.acknowledge(taken)
         if self._waiting is not None:
             self._go_on()
 
     def take_done(self) -> list[Lease]:
         """Returns which batches are done of those that it has not returned before."""
-        done: list[Lease] = []
-        while self._told < self.done:
-            ready, rest = self._dealt.popleft().cut(self.done - self._told)
-            self._told += ready.batches
-            done.append(ready)
-            if rest is not None:
-                self._dealt.appendleft(rest)
-        return done
+        return self._progress.report()
 
     def close(self) -> None:
         """Asks and reads no more."""
@@ -254,16 +304,9 @@ class DataFeed:
         if self._lease.asks or self._over or self._error is not None:
             return
         idle = not self._held and self.done == self._taken
-        if idle or (not self._dry and self._held < max(_AHEAD, self._enough // 2)):
-            self._learn_enough()
-            self._ask_master(max(1, self._enough - self._held), idle=idle)
-
-    def _learn_enough(self) -> None:
-        now = self._clock.now()
-        seconds, batches = now - self._asked_at, self._taken - self._taken_then
-        per_s = batches / max(seconds, 1e-6)
-        self._enough = max(_AHEAD, min(int(per_s * _AHEAD_S), 2 * self._enough))
-        self._asked_at, self._taken_then = now, self._taken
+        if idle or (not self._dry and self._held < self._stock.least):
+            self._stock.learn(self._taken, self._clock.now())
+            self._ask_master(max(1, self._stock.enough - self._held), idle=idle)
 
     def _ask_master(self, wanted: int, *, idle: bool) -> None:
         question = lambda: self._ask(self.done, wanted, idle, self._received)
@@ -275,7 +318,7 @@ class DataFeed:
         if wanted:
             self._dry = not leases  # asking again at once would give nothing either
         self._leases.extend(leases)
-        self._dealt.extend(leases)
+        self._progress.deal(leases)
         batches = sum(lease.batches for lease in leases)
         self._held += batches
         self._received += batches
