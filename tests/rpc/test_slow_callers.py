@@ -14,7 +14,7 @@ from jgraph.rpc.calls.caller import ASKS_METHOD
 from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.exchange.link import EXCHANGE_METHOD
 from jgraph.rpc.frames import body_of, frame, hello, kind_of
-from jgraph.rpc.grpc import transport
+from jgraph.rpc.grpc import server_port
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.resumable import accepting
 from jgraph.rpc.resumable.admission_control import RequestBudget
@@ -185,7 +185,7 @@ def test_room_that_is_kept_for_a_call_that_does_not_come_is_given_back() -> None
 def test_more_streams_than_a_server_takes_are_refused_until_one_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transport, "MAX_CONCURRENT_STREAMS", 3)
+    monkeypatch.setattr(server_port, "MAX_CONCURRENT_STREAMS", 3)
 
     async def main() -> None:
         server, client = GrpcTransport(PS), GrpcTransport(None)

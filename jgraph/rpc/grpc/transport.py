@@ -1,16 +1,12 @@
 """gRPC transport of real clusters: asyncio, one Exchange stream per pair of tasks."""
 
-import asyncio
 import itertools
 import logging
 import secrets
-import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Final, Literal, TypeAlias, final
-
-import grpc
+from typing import Literal, TypeAlias, final
 
 from jgraph.errors import ConfigError
 from jgraph.graph.device import TaskName
@@ -19,20 +15,18 @@ from jgraph.rpc.calls.caller import ASKS_METHOD, MAX_ASK_BYTES, CallConnection
 from jgraph.rpc.calls.connections import ConnectionPool
 from jgraph.rpc.dial import (
     CONNECT_TIMEOUT_S,
-    bind_error,
-    open_channel,
-    split_address,
 )
 from jgraph.rpc.exchange.link import EXCHANGE_METHOD, ExchangeLink
 from jgraph.rpc.exchange.links import Links
 from jgraph.rpc.exchange.receiver import Presence
 from jgraph.rpc.frames import PROTOCOL, body_of, frame, hello
-from jgraph.rpc.grpc.listening import listen, server_options, stop_listening
+from jgraph.rpc.grpc.channels import Channels
+from jgraph.rpc.grpc.server_port import ServerPort
 from jgraph.rpc.grpc.service import Service
 from jgraph.rpc.resumable.admission_control import RequestBudget
 from jgraph.rpc.resumable.backlog import default_queue_limit
 from jgraph.rpc.resumable.dialing import OpenStream, Stream
-from jgraph.rpc.security.auth import Roles, TokenGate
+from jgraph.rpc.security.auth import Roles
 from jgraph.rpc.security.tls import TLS
 from jgraph.rpc.security.token import Token
 from jgraph.rpc.serving import HELLO_METHOD
@@ -40,12 +34,6 @@ from jgraph.rpc.shared_memory.memory_blocks import Budget
 from jgraph.rpc.shared_memory.memory_files import is_supported
 from jgraph.rpc.shared_memory.shared_memory import SendMemory, default_limit
 from jgraph.rpc.sockets.connecting import DataDialer
-from jgraph.rpc.sockets.listener import (
-    SocketListener,
-    new_data_socket,
-    new_local_socket,
-)
-from jgraph.rpc.sockets.offer import Doors
 from jgraph.rpc.statistics import Counters, TransportStatistics
 from jgraph.rpc.transport import Address, Frame, Handler
 from jgraph.rpc.wire.buffer_pool import BufferPool
@@ -53,11 +41,6 @@ from jgraph.rpc.wire.codec import MAX_FRAME_BYTES, Prepared, prepare
 from jgraph.rpc.wire.decoder import Decoder
 
 DataEncryption: TypeAlias = Literal["records", "tls"]
-STOP_GRACE_S: Final = 1.0
-"""How long ``close`` waits for streams that it ended to be over."""
-MAX_CONCURRENT_STREAMS: Final = 4096
-"""More streams and calls at once are refused at once, instead of queueing."""
-
 _logger = logging.getLogger(__name__)
 
 
@@ -103,6 +86,7 @@ class GrpcTransport:
       RoleError: they are of another task.
 
     Example:
+      >>> import asyncio
       >>> from jgraph.rpc.frames import frame
       >>> class Greeter:
       ...     async def handle_call(self, method, request):
@@ -148,9 +132,6 @@ class GrpcTransport:
         self.task = task
         self.data_port = 0
         self.incarnation = incarnation or secrets.randbits(64) or 1
-        self._bind = bind
-        self._data_port = data_port
-        self._data_encryption = data_encryption
         self._max_frame_bytes = max_frame_bytes
         self._hello = hello(task, self.incarnation, protocol)
         self._is_near = same_machine == "auto" and is_supported()
@@ -159,24 +140,21 @@ class GrpcTransport:
         )
         self._max_queued_bytes = max_queued_bytes or default_queue_limit()
         self._room = RequestBudget(max_request_bytes)
-        self._identity = tls.load(task) if tls is not None else None
-        self._token = token
-        self._metadata = token.metadata if token is not None else None
+        identity = tls.load(task) if tls is not None else None
         self._roles = roles
         self._buffers = BufferPool()
         self._counters = Counters()
+        seals = data_encryption == "records"
         self._data: DataDialer | None = None
         if data_port is not None:
-            self._data = DataDialer(
-                self._tls_context(accepts=False),
-                takes_records=data_encryption == "records",
-            )
+            tls_context = identity and identity.data_context(accepts=False)
+            self._data = DataDialer(tls_context, takes_records=seals)
+        self._port = ServerPort(bind, data_port, identity, token, seals=seals)
         self._service: Service | None = None
-        self._listening: asyncio.Task[None] | None = None
         self._numbers: dict[TaskName, Iterator[int]] = {}
         self._links: Links[Prepared] = Links(self._make_link)
-        self._channels: dict[Address, asyncio.Task[grpc.aio.Channel]] = {}
-        self._lines = ConnectionPool(self._dial, self._line)
+        self._channels = Channels(identity, token)
+        self._lines = ConnectionPool(self._channels.shared, self._line)
         self._line_numbers = itertools.count(1)
         self._closed = False
 
@@ -192,8 +170,7 @@ class GrpcTransport:
         if self.task is None:
             return ""
         self._links.start(handler)
-        split_address(self._bind)
-        doors = self._open_doors()
+        doors = self._port.open_doors(near=self._is_near)
         service = Service(
             handler,
             self._hello,
@@ -204,57 +181,13 @@ class GrpcTransport:
             shares_memory=self._is_near,
             presence=Presence(self, self._links.address_of),
             doors=doors,
-            checks_certificates=self._identity is not None,
+            checks_certificates=self._port.has_tls,
             roles=self._roles,
         )
-        server = grpc.aio.server(
-            interceptors=() if self._token is None else (TokenGate(self._token),),
-            options=server_options(),
-            maximum_concurrent_rpcs=MAX_CONCURRENT_STREAMS,
-        )
-        server.add_generic_rpc_handlers((service.generic_handler(),))
-        try:
-            if self._identity is None:
-                port = server.add_insecure_port(self._bind)
-            else:
-                secret = self._identity.server_credentials()
-                port = server.add_secure_port(self._bind, secret)
-        except RuntimeError as error:
-            doors.close()
-            await server.stop(None)
-            raise bind_error(self._bind) from error
-        self._listening = await listen(server, grace_s=STOP_GRACE_S, then=doors.close)
+        address = await self._port.listen(service.generic_handler(), doors)
+        self.data_port = 0 if doors.data is None else doors.data.port
         self._service = service
-        return f"{self._bind.rpartition(':')[0]}:{port}"
-
-    def _open_doors(self) -> Doors:
-        """Listens where callers connect beside their streams.
-
-        Raises:
-          PortInUseError: another process listens at the data port.
-        """
-        local = data = None
-        if self._data_port is not None:
-            host = split_address(self._bind)[0]
-            try:
-                listening = new_data_socket(host, self._data_port)
-            except OSError as error:
-                where = f"{self._bind.rpartition(':')[0]}:{self._data_port}"
-                raise bind_error(where) from error
-            seals = self._identity is not None and self._data_encryption == "records"
-            context = None if seals else self._tls_context(accepts=True)
-            data = SocketListener(context, seals=seals)
-            data.open(listening)
-            self.data_port = data.port
-        if self._is_near:
-            local = SocketListener()
-            local.open(*new_local_socket())
-        return Doors(local, data)
-
-    def _tls_context(self, *, accepts: bool) -> ssl.SSLContext | None:
-        if self._identity is None:
-            return None
-        return self._identity.data_context(accepts=accepts)
+        return address
 
     def set_peers(self, peers: dict[TaskName, Address]) -> None:
         """Tells where other tasks are; connections are made on first use.
@@ -306,11 +239,11 @@ class GrpcTransport:
         self, peer: TaskName, address: Address, patient: bool
     ) -> AsyncIterator[Stream]:
         """Opens a stream for frames to a task, over a channel of its own."""
-        channel = await self._open(
+        channel = await self._channels.open(
             address, CONNECT_TIMEOUT_S, task=peer, patient=patient
         )
         try:
-            yield self._stream(channel, EXCHANGE_METHOD)
+            yield self._channels.stream(channel, EXCHANGE_METHOD)
         finally:
             await channel.close(None)
 
@@ -380,12 +313,12 @@ class GrpcTransport:
 
         Over a connection of its own: one of before leads to who was there then.
         """
-        channel = await self._open(dst, timeout_s)
+        channel = await self._channels.open(dst, timeout_s)
 
         @asynccontextmanager
         async def over_it(patient: bool) -> AsyncIterator[Stream]:
             del patient  # it is open
-            yield self._stream(channel, ASKS_METHOD)
+            yield self._channels.stream(channel, ASKS_METHOD)
 
         line = self._line(dst, over_it, data=False)
         try:
@@ -397,18 +330,12 @@ class GrpcTransport:
             await line.close()
             await channel.close(None)
 
-    async def _dial(self, dst: Address, timeout_s: float) -> grpc.aio.Channel:
-        return await self._channel(dst, min(CONNECT_TIMEOUT_S, timeout_s))
-
     @asynccontextmanager
     async def _asks(self, dst: Address, patient: bool) -> AsyncIterator[Stream]:
         """Opens a stream for calls to a server, over the channel of all calls to it."""
         del patient  # who asks waits for a server that starts
-        channel = await self._channel(dst, CONNECT_TIMEOUT_S)
-        yield self._stream(channel, ASKS_METHOD)
-
-    def _stream(self, channel: grpc.aio.Channel, method: str) -> Stream:
-        return channel.stream_stream(method, None, None)(None, metadata=self._metadata)
+        channel = await self._channels.shared(dst, CONNECT_TIMEOUT_S)
+        yield self._channels.stream(channel, ASKS_METHOD)
 
     def _line(
         self, dst: Address, over: OpenStream | None = None, *, data: bool = True
@@ -422,40 +349,6 @@ class GrpcTransport:
 
     def _decoder(self) -> Decoder:
         return Decoder(max_frame_bytes=self._max_frame_bytes, take=self._buffers.take)
-
-    async def _channel(self, dst: Address, timeout_s: float) -> grpc.aio.Channel:
-        """Returns the connected channel to ``dst``, shared by all calls to it."""
-        opening = self._channels.get(dst)
-        if opening is not None and opening.done():
-            channel = opening.result()
-            if channel.get_state() is grpc.ChannelConnectivity.READY:
-                return channel
-            del self._channels[dst]
-            await channel.close(None)
-            opening = self._channels.get(dst)
-        if opening is None:
-            opening = asyncio.create_task(self._open(dst, timeout_s))
-            self._channels[dst] = opening
-            opening.add_done_callback(partial(self._forget_failed, dst))
-        return await asyncio.shield(opening)
-
-    async def _open(
-        self, dst: Address, timeout_s: float, *, task: str = "", patient: bool = False
-    ) -> grpc.aio.Channel:
-        return await open_channel(
-            dst,
-            timeout_s=timeout_s,
-            patient=patient,
-            task=task,
-            identity=self._identity,
-            token=self._token,
-        )
-
-    def _forget_failed(
-        self, dst: Address, opening: "asyncio.Task[grpc.aio.Channel]"
-    ) -> None:
-        if opening.cancelled() or opening.exception() is not None:
-            self._channels.pop(dst, None)
 
     def statistics(self) -> TransportStatistics:
         """Returns what was sent and received so far."""
@@ -471,12 +364,8 @@ class GrpcTransport:
             return
         self._closed = True
         await self._links.close()
-        if self._listening is not None and self._service is not None:
+        if self._service is not None:
             self._service.stop()
-            await stop_listening(self._listening)
+            await self._port.close()
         await self._lines.close()
-        for opening in list(self._channels.values()):
-            opening.cancel()
-            await asyncio.gather(opening, return_exceptions=True)
-            if not opening.cancelled() and opening.exception() is None:
-                await opening.result().close(None)
+        await self._channels.close()

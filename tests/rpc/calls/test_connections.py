@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jgraph.errors import DeadlineError
-from jgraph.rpc.calls.caller import MAX_ASK_BYTES
+from jgraph.rpc.calls.caller import MAX_ASK_BYTES, CallConnection
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.transport import Address, Frame
 from jgraph.testing.transport_harness import PS, Recorder, step
@@ -22,13 +22,13 @@ LARGE = np.arange(MAX_ASK_BYTES, dtype=np.uint8)
 def dialled(monkeypatch: pytest.MonkeyPatch) -> list[Address]:
     """The addresses to which a line was opened."""
     found: list[Address] = []
-    dial = GrpcTransport._dial
+    make = GrpcTransport._line
 
-    async def counted(self: GrpcTransport, dst: Address, timeout_s: float) -> object:
+    def counted(self: GrpcTransport, dst: Address) -> CallConnection:
         found.append(dst)
-        return await dial(self, dst, timeout_s)
+        return make(self, dst)
 
-    monkeypatch.setattr(GrpcTransport, "_dial", counted)
+    monkeypatch.setattr(GrpcTransport, "_line", counted)
     return found
 
 

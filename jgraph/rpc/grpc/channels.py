@@ -1,0 +1,77 @@
+"""Connected gRPC channels of one process to servers, and streams over them."""
+
+import asyncio
+from functools import partial
+from typing import final
+
+import grpc
+
+from jgraph.rpc.dial import CONNECT_TIMEOUT_S, open_channel
+from jgraph.rpc.resumable.dialing import Stream
+from jgraph.rpc.security.tls import Identity
+from jgraph.rpc.security.token import Token
+from jgraph.rpc.transport import Address
+
+
+@final
+class Channels:
+    """Opens channels, and shares one for all calls to a server.
+
+    Args:
+      identity: certificates that are shown and demanded; None: plain text.
+      token: shown to servers.
+    """
+
+    def __init__(self, identity: Identity | None, token: Token | None) -> None:
+        self._identity = identity
+        self._token = token
+        self._shared: dict[Address, asyncio.Task[grpc.aio.Channel]] = {}
+
+    async def shared(self, dst: Address, timeout_s: float) -> grpc.aio.Channel:
+        """Returns the connected channel to ``dst``, shared by all calls to it."""
+        opening = self._shared.get(dst)
+        if opening is not None and opening.done():
+            channel = opening.result()
+            if channel.get_state() is grpc.ChannelConnectivity.READY:
+                return channel
+            del self._shared[dst]
+            await channel.close(None)
+            opening = self._shared.get(dst)
+        if opening is None:
+            timeout_s = min(CONNECT_TIMEOUT_S, timeout_s)
+            opening = asyncio.create_task(self.open(dst, timeout_s))
+            self._shared[dst] = opening
+            opening.add_done_callback(partial(self._forget_failed, dst))
+        return await asyncio.shield(opening)
+
+    async def open(
+        self, dst: Address, timeout_s: float, *, task: str = "", patient: bool = False
+    ) -> grpc.aio.Channel:
+        """Opens a channel of its own; see ``open_channel``."""
+        return await open_channel(
+            dst,
+            timeout_s=timeout_s,
+            patient=patient,
+            task=task,
+            identity=self._identity,
+            token=self._token,
+        )
+
+    def stream(self, channel: grpc.aio.Channel, method: str) -> Stream:
+        """Begins a stream that shows the token."""
+        metadata = self._token.metadata if self._token is not None else None
+        return channel.stream_stream(method, None, None)(None, metadata=metadata)
+
+    async def close(self) -> None:
+        """Closes the channels that are shared."""
+        for opening in list(self._shared.values()):
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+            if not opening.cancelled() and opening.exception() is None:
+                await opening.result().close(None)
+
+    def _forget_failed(
+        self, dst: Address, opening: "asyncio.Task[grpc.aio.Channel]"
+    ) -> None:
+        if opening.cancelled() or opening.exception() is not None:
+            self._shared.pop(dst, None)
