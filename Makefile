@@ -23,6 +23,7 @@ test: check
 
 # What takes long and has a smaller one in `make test`.
 nightly: fuzz
+	-@$(MAKE) --no-print-directory peers-tensorflow  # loads a SavedModel
 	$(BIN)/python -m pytest -n auto --dist worksteal -m nightly
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n auto --dist worksteal \
 		-m "hypothesis and not nightly and not chaos"

@@ -87,6 +87,29 @@ def label(
     _print(as_json, {"labels": labels.targets, "split": labels.split}, text)
 
 
+@app.command("saved-model")
+def saved_model(
+    path: Model,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Directory of the SavedModels.")
+    ],
+    tensorflow: Annotated[
+        str | None,
+        typer.Option(
+            help="A Python that has TensorFlow. If unset: this one, or that of "
+            "JGRAPH_TENSORFLOW_PYTHON."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a version as a SavedModel, for TensorFlow and TensorFlow Serving."""
+    from jgraph.serving.exported_model import ExportedModel
+    from jgraph.serving.saved_model.convert import write_saved_model
+
+    saved = write_saved_model(ExportedModel(path), output, tensorflow=tensorflow)
+    _print(as_json, {"path": str(saved)}, str(saved))
+
+
 @app.command()
 def prune(
     path: Annotated[

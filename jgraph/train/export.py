@@ -1,11 +1,21 @@
 """Export of trained models: versions that servers answer with, without user code."""
 
 import logging
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias, final, runtime_checkable
+from typing import (
+    Any,
+    Final,
+    Literal,
+    Protocol,
+    TypeAlias,
+    final,
+    overload,
+    runtime_checkable,
+)
 
 import flax.linen as nn
 import jax
@@ -34,6 +44,7 @@ from jgraph.serving.artifact import (
 )
 from jgraph.serving.exported_model import ExportedModel, LoadedFunction
 from jgraph.serving.labels import set_label
+from jgraph.serving.saved_model.convert import write_saved_model
 from jgraph.serving.signature import (
     DEFAULT,
     Array,
@@ -61,6 +72,38 @@ class Trained(Protocol):
         """Returns the model as a function."""
 
 
+@overload
+def export(
+    model: Any,
+    example: Any,
+    path: str | Path,
+    *,
+    fn: Callable[..., Any] | None = ...,
+    params: Any = ...,
+    version: int | None = ...,
+    signatures: Mapping[str, Callable[..., Any]] | None = ...,
+    batch: str | None = ...,
+    platforms: Sequence[str] | None = ...,
+    label: str | None = ...,
+    rtol: float = ...,
+    format: Literal["jgraph"] = ...,
+) -> ExportedModel: ...
+@overload
+def export(
+    model: Any,
+    example: Any,
+    path: str | Path,
+    *,
+    fn: Callable[..., Any] | None = ...,
+    params: Any = ...,
+    version: int | None = ...,
+    signatures: Mapping[str, Callable[..., Any]] | None = ...,
+    batch: str | None = ...,
+    platforms: Sequence[str] | None = ...,
+    rtol: float = ...,
+    format: Literal["saved_model"],
+    tensorflow: str | Path | None = ...,
+) -> Path: ...
 @short_traceback
 def export(
     model: Any,
@@ -75,7 +118,9 @@ def export(
     platforms: Sequence[str] | None = None,
     label: str | None = None,
     rtol: float = 1e-5,
-) -> ExportedModel:
+    format: Literal["jgraph", "saved_model"] = "jgraph",  # noqa: A002
+    tensorflow: str | Path | None = None,
+) -> ExportedModel | Path:
     """Writes a version of a model, for ``jg.serve`` and ``ExportedModel.predict``.
 
     A version holds compiled-to-be code, arrays and an example: a server needs neither
@@ -99,6 +144,10 @@ def export(
       platforms: what to compile for, e.g. ``("cpu", "cuda")``; this one if unset.
       label: what the version is to be called; moved from another one.
       rtol: how much, relatively, an answer may differ by the rows beside it.
+      format: ``"saved_model"``: as TensorFlow and TensorFlow Serving load it; returns
+        its directory. TensorFlow writes it, in a process of its own.
+      tensorflow: a Python that has TensorFlow; this one if unset, or that of
+        ``JGRAPH_TENSORFLOW_PYTHON``.
 
     Raises:
       ArtifactError: a number that is taken, a random number in the function, an output
@@ -118,6 +167,29 @@ def export(
     """
     where = Path(path).expanduser().absolute()
     check_model_name(where.name)
+    if format == "saved_model":
+        if label is not None:
+            raise ArtifactError("a SavedModel has no labels; leave label= away")
+        with tempfile.TemporaryDirectory() as directory:
+            exported = export(
+                model,
+                example,
+                Path(directory) / where.name,
+                fn=fn,
+                params=params,
+                signatures=signatures,
+                batch=batch,
+                platforms=platforms,
+                rtol=rtol,
+            )
+            return write_saved_model(
+                exported, where, version=version, tensorflow=tensorflow, rtol=rtol
+            )
+    if str(format) != "jgraph" or tensorflow is not None:
+        raise ArtifactError(
+            f'format={format!r}, tensorflow={tensorflow!r}: give format="jgraph", or '
+            '"saved_model", which takes tensorflow='
+        )
     platform = jax.export.default_export_platform()
     targets = tuple(platforms or (platform,))
     with show_wait(f"exporting {where.name}"):

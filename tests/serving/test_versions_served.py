@@ -28,7 +28,11 @@ X = np.zeros((1, 4), np.float32)
 
 def constant(models: Path, value: float, **options: Any) -> jg.ExportedModel:
     w = np.full(4, value, np.float32)
-    return jg.export(lambda w, x: x + w, X, models / "m", params=w, **options)
+    path = models / "m"
+    exported: jg.ExportedModel = jg.export(
+        lambda w, x: x + w, X, path, params=w, **options
+    )
+    return exported
 
 
 class Load:

@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def half_plus_three(models: Path, **options: Any) -> jg.ExportedModel:
     """The model of TensorFlow Serving's documentation."""
     x = np.zeros(1, np.float32)
-    return jg.export(lambda x: x / 2 + 3, x, models / "half_plus_three", **options)
+    path = models / "half_plus_three"
+    exported: jg.ExportedModel = jg.export(lambda x: x / 2 + 3, x, path, **options)
+    return exported
 
 
 def ask(models: Path) -> list[float]:
@@ -26,9 +28,9 @@ def ask(models: Path) -> list[float]:
 
 
 def newest_python() -> str:
-    """The Python with the other JAX, of ``make second-python``; else skips."""
+    """The Python with the other JAX, which ``make test`` has; else skips."""
     given = os.environ.get("JGRAPH_SECOND_PYTHON")
     python = Path(given) if given else ROOT / ".venv-newest" / "bin" / "python"
     if not python.exists():
-        pytest.skip(f"no second Python at {python.relative_to(ROOT)}")
+        pytest.skip(f"no Python with another JAX at {python}: make test looks for one")
     return str(python)
