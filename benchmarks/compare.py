@@ -74,7 +74,13 @@ def open_sides(
     for transport in transports:
         if what.kind == "mlp":
             sides[transport] = stack.enter_context(
-                on_cluster("mlp", ps=a.ps, workers=workers, transport=transport)
+                on_cluster(
+                    "mlp",
+                    ps=a.ps,
+                    workers=workers,
+                    transport=transport,
+                    strategy="prefetch" if a.prefetch else "AsyncPS",
+                )
             )
         else:
             work: Any = MODES[what.mode](
@@ -162,6 +168,8 @@ def run(what: Work, a: argparse.Namespace) -> None:
     whole = what.kind == "mlp" or what.mode == "sync" or WHOLE.intersection(peers)
     workers = list(a.workers or what.workers)
     mode: dict[str, Any] = {} if what.mode == "async" else {"mode": what.mode}
+    if a.prefetch:
+        mode["prefetch"] = 1
     if a.tls:
         mode["tls"] = True
     for group in [[w] for w in workers] if whole else [workers]:
@@ -182,6 +190,9 @@ def main(args: Sequence[str] | None = None) -> None:
     peers = list(PEERS)
     parser.add_argument("--peer", nargs="+", choices=peers, default=peers[:1])
     parser.add_argument("--tls", action="store_true", help="ours encrypted; not mlp")
+    parser.add_argument(
+        "--prefetch", action="store_true", help="ours with prefetch=1; only mlp"
+    )
     parser.add_argument("--ps", type=int, default=1)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=6)

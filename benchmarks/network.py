@@ -54,17 +54,24 @@ ROWS = [
     Row(
         [
             f"compare --only mlp --workers 1 2 4 --transport {way} {BESIDE}"
-            for way in ("network", "auto")
+            for way in ("network", "auto", "auto --prefetch")
         ],
         each("ratio"),
     ),
     Row(
-        ["train --model mlp --ps 1 --workers 1 --baseline --rounds 3"],
+        [
+            f"train --model mlp --ps 1 --workers 1 --baseline --rounds 3 --strategy {s}"
+            for s in ("AsyncPS", "prefetch")
+        ],
         each("ratio_to_plain_jax"),
     ),
     Row(
         ["variables --layers 8 24 --rounds 3"],
-        lambda lines: [*each("cluster_ratio")(lines), *each("local_ratio")(lines)],
+        lambda lines: [
+            ratio
+            for way in ("cluster", "prefetch", "local")
+            for ratio in each(f"{way}_ratio")(lines)
+        ],
     ),
     Row(["overhead --variables 100 1000 --rounds 3"], each("variable_us"), "us"),
     Row(["transport", "transport --tls"], transport_figures),

@@ -28,7 +28,11 @@ import jgraph as jg
 from benchmarks import measure, models
 from benchmarks.on_cluster import Training
 
-STRATEGIES: dict[str, Callable[[], Any]] = {"AsyncPS": jg.AsyncPS, "SyncPS": jg.SyncPS}
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "AsyncPS": jg.AsyncPS,
+    "prefetch": partial(jg.AsyncPS, prefetch=1),
+    "SyncPS": jg.SyncPS,
+}
 RATE = 1e-3
 
 

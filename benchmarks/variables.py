@@ -3,8 +3,9 @@
 A transformer so narrow that it computes next to nothing: what is measured is the cost
 of its variables, 305 of 8 layers and 881 of 24 with the optimizer's. A loop of plain
 ``jax.jit`` takes turns with ``jg.Local()`` and with a cluster of ``--ps`` and one
-worker. ``ratio`` is of steps per second, to those of plain JAX: the median over pairs
-of neighbouring rounds. Prints one JSON line for each number of layers.
+worker, without and with ``prefetch=1``. ``ratio`` is of steps per second, to those of
+plain JAX: the median over pairs of neighbouring rounds. Prints one JSON line for each
+number of layers.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def measure_layers(a: argparse.Namespace, layers: int) -> dict[str, list[float]]
     """Returns the steps per second of each way, round by round."""
     data = model.make_data()
     with jg.LocalCluster(ps=a.ps, workers=1) as cluster:
-        local, remote = (
+        local, remote, ahead = (
             jg.Trainer(
                 model.make_model(layers),
                 model.loss_fn,
@@ -51,13 +52,20 @@ def measure_layers(a: argparse.Namespace, layers: int) -> dict[str, list[float]]
                 strategy=strategy,
                 cluster=where,
             )
-            for strategy, where in ((jg.Local(), None), (jg.AsyncPS(), cluster))
+            for strategy, where in (
+                (jg.Local(), None),
+                (jg.AsyncPS(), cluster),
+                (jg.AsyncPS(prefetch=1), cluster),
+            )
         )
-        training = Training(cluster, remote, data, model.BATCH)
-        training.run(1, WARM_UP)
 
         def in_process(steps: int) -> None:
             local.fit(data, steps=steps, batch_size=model.BATCH, progress=False)
+
+        def on_cluster(trainer: jg.Trainer) -> Callable[[], float]:
+            training = Training(cluster, trainer, data, model.BATCH)
+            training.run(1, WARM_UP)
+            return lambda: measure.rates(training.run(1, a.steps)).steps_per_s
 
         plain = timed(plain_loop(layers, data), a.steps, WARM_UP)
         in_turn = timed(in_process, a.steps, WARM_UP)
@@ -65,7 +73,8 @@ def measure_layers(a: argparse.Namespace, layers: int) -> dict[str, list[float]]
             {
                 "plain": lambda: 1 / plain(),
                 "local": lambda: 1 / in_turn(),
-                "cluster": lambda: measure.rates(training.run(1, a.steps)).steps_per_s,
+                "cluster": on_cluster(remote),
+                "prefetch": on_cluster(ahead),
             },
             a.rounds,
         )
@@ -83,7 +92,7 @@ def main(args: Sequence[str] | None = None) -> None:
     for layers in a.layers:
         found = measure_layers(a, layers)
         ratios: dict[str, Any] = {}
-        for way in ("cluster", "local"):
+        for way in ("cluster", "prefetch", "local"):
             ratio = measure.ratio(f"{way}_ratio", found[way], found["plain"])
             ratios |= ratio
             if a.rows:

@@ -121,6 +121,7 @@ class LoopRequest:
       finite: says which results of a step are finite: one that is not ends the loop,
         and that fetch is not reported.
       tell_every: say how many batches are done after so many steps; 0: with reports.
+      prefetch: steps that are begun while the one before is computed.
     """
 
     task: TaskName
@@ -142,6 +143,7 @@ class LoopRequest:
     plan: SlotPlan | None = None
     finite: FiniteCheck | None = None
     tell_every: int = 0
+    prefetch: int = 0
 
 
 @final
@@ -277,6 +279,7 @@ def loop_order(request: LoopRequest) -> pb.RunLoop:
         finite_leaves=() if request.finite is None else request.finite.leaves,
         finite_fetch=0 if request.finite is None else request.finite.fetch,
         tell_every=request.tell_every,
+        prefetch=request.prefetch,
     )
 
 

@@ -85,6 +85,18 @@ CLUSTER_ARGUMENTS: Final[Mapping[str, str]] = {
 }
 
 
+ASYNC_ARGUMENTS: Final[Mapping[str, str]] = {
+    "backup_workers": "SyncPS(backup_workers=1)",
+    "replicas_to_aggregate": "SyncPS(replicas_to_aggregate=2)",
+    "staleness": "max_staleness=4",
+}
+SYNC_ARGUMENTS: Final[Mapping[str, str]] = {
+    "max_staleness": "AsyncPS(max_staleness=4)",
+    "prefetch": "AsyncPS(prefetch=1); the parameters of the next synchronous step are "
+    "not there before the update",
+}
+
+
 def naming_arguments(
     instead: Mapping[str, str],
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -120,6 +132,17 @@ def naming_arguments(
         return call
 
     return wrap
+
+
+def name_fields(of: type, instead: Mapping[str, str]) -> None:
+    """Does what ``naming_arguments`` does for a dataclass.
+
+    Args:
+      of: the dataclass.
+      instead: by a name that is no field of it, what to write.
+    """
+    init = naming_arguments(instead)(of.__init__)  # type: ignore[misc]
+    of.__init__ = init  # type: ignore[misc]
 
 
 def hinting(instead: Mapping[str, str]) -> Callable[[object, str], NoReturn]:

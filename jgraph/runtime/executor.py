@@ -174,7 +174,11 @@ class StepRun:
       recording: is told of every change of state.
       compute_wait_s: what other tasks send is handed on this much later, as if the
         step computed for that long.
+      ahead: it may begin while so many earlier steps of its program are under way.
       trace: note in ``times.nodes`` when each node ran.
+
+    Attributes:
+      has_begun: its gate was asked.
     """
 
     def __init__(
@@ -190,8 +194,13 @@ class StepRun:
         gate: Gate | None = None,
         recording: Recording | None = None,
         compute_wait_s: float = 0.0,
+        ahead: int = 0,
         trace: bool = False,
     ) -> None:
+        self.ahead = ahead
+        self.has_begun = False
+        # What waits for the steps before it to be over; None: they are.
+        self._held: list[int] | None = [] if ahead else None
         self._gate = gate
         self._recording = recording
         self._compute_wait_s = compute_wait_s
@@ -229,6 +238,21 @@ class StepRun:
             self._finish([])
         self._drain()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether it only reads and sends until it is its turn."""
+        return self._held is not None
+
+    def take_turn(self) -> None:
+        """Lets it compute, and change variables: the steps before it are over."""
+        if self._held is None:
+            return
+        held, self._held = self._held, None
+        if held or self.times.started:  # else it waits at its gate
+            self.times.started = self._shell.now()
+            self._ready.extend(held)
+            self._drain()
+
     def abort(self, error: BaseException) -> None:
         """Ends the step with ``error``; work already submitted is not undone."""
         self._finish(error)
@@ -249,7 +273,11 @@ class StepRun:
         self._draining = True
         try:
             while self._ready and not self.is_over:
-                self._start_node(self._ready.popleft())
+                index = self._ready.popleft()
+                if self._held is not None and self._loaded.in_turn[index]:
+                    self._held.append(index)
+                else:
+                    self._start_node(index)
         except Exception as error:  # noqa: BLE001  # becomes the step's outcome
             self._finish(error)
         finally:

@@ -1,7 +1,7 @@
 """Loaded partition: its executables and the dependencies of its nodes."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -12,7 +12,9 @@ from jgraph.graph.ir import TaskName
 from jgraph.plan.program.nodes import (
     AggregateNode,
     ConstNode,
+    ContributeNode,
     FeedNode,
+    FetchNode,
     LookupNode,
     Node,
     ReadNode,
@@ -28,6 +30,7 @@ from jgraph.plan.program.nodes import (
     packed_types,
 )
 from jgraph.plan.program.program import Partition, SegmentCode, row_type
+from jgraph.plan.program.replay import changes_state
 from jgraph.plan.program.row_values import Cut, cuts_of
 from jgraph.runtime.compiled.compile_cache import (
     CompileCache,
@@ -61,6 +64,7 @@ class LoadedPartition:
       types: per node, shape and dtype of what it receives.
       cuts: per node, where the values lie in the flat array that it takes.
       is_padded: per node, whether it takes values that may have fewer rows.
+      in_turn: per node, whether it waits for the end of the step before.
     """
 
     partition: Partition
@@ -80,6 +84,7 @@ class LoadedPartition:
     types: tuple[list[tuple[tuple[int, ...], np.dtype[Any]]], ...]
     cuts: tuple[tuple[Cut, ...], ...]
     is_padded: tuple[bool, ...]
+    in_turn: tuple[bool, ...]
 
 
 def load_partition(
@@ -137,6 +142,7 @@ def load_partition(
         tuple(_types(partition, node) for node in partition.nodes),
         tuple(_cuts(partition, node) for node in partition.nodes),
         tuple(_is_padded(partition, taken) for taken in inputs),
+        tuple(_in_turn(partition)),
     )
 
 
@@ -177,6 +183,24 @@ def _cuts(partition: Partition, node: Node) -> tuple[Cut, ...]:
 
 def _is_padded(partition: Partition, taken: Sequence[ValueId]) -> bool:
     return any(partition.values[v].ragged for v in taken)
+
+
+def _in_turn(partition: Partition) -> Iterator[bool]:
+    """Yields whether each node waits for the end of the step before.
+
+    So does what changes variables, what ends the driver's part, and what computes from
+    values of other tasks: of its data alone, or of variables, a step computes ahead.
+    """
+    received: set[ValueId] = set()
+    for node in partition.nodes:
+        of_others = not received.isdisjoint(inputs_of(node))
+        if of_others or isinstance(node, RecvNode):
+            received.update(outputs_of(node))
+        yield (
+            isinstance(node, AggregateNode | ContributeNode | FetchNode)
+            or (of_others and isinstance(node, SegmentNode))
+            or changes_state(partition, node)
+        )
 
 
 def _fed(partition: Partition) -> frozenset[TaskName]:

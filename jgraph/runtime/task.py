@@ -78,9 +78,8 @@ class _Registered:
     at_once: AtOnce | None = None
     # Of what its steps change; None: it is kept here only.
     recording: Recording | None = None
-    # Steps of an ordered program that wait for the one before them.
-    queue: deque[StepRun] = field(default_factory=deque)
-    running: StepRun | None = None
+    # Ordered steps that are not over, oldest first: it is the turn of the first one.
+    ordered: deque[StepRun] = field(default_factory=deque)
     advancing: bool = False
 
     @property
@@ -93,6 +92,13 @@ class _Registered:
         """Whether the steps are the gate's own: updates of what it has chosen."""
         nodes = self.loaded.partition.nodes
         return bool(nodes) and isinstance(nodes[0], AggregateNode)
+
+    def due(self) -> StepRun | None:
+        """Returns an ordered step that may begin now."""
+        for place, run in enumerate(self.ordered):
+            if place <= run.ahead and not run.has_begun:
+                return run
+        return None
 
 
 @final
@@ -263,6 +269,7 @@ class TaskRuntime:
         *,
         feeds: Mapping[str, Any] | None = None,
         ordered: bool = False,
+        ahead: int = 0,
         compute_wait_s: float = 0.0,
         trace: bool = False,
     ) -> None:
@@ -274,6 +281,7 @@ class TaskRuntime:
             and when the stages of this task's part were over.
           feeds: arrays by feed name (driver only).
           ordered: begin only after the handle's earlier steps are over.
+          ahead: of an ordered step: read and send while so many of these are under way.
           compute_wait_s: see ``StepRun``.
           trace: note when each node runs.
 
@@ -299,11 +307,13 @@ class TaskRuntime:
             gate=self._gate(registered),
             recording=registered.recording,
             compute_wait_s=compute_wait_s,
+            # Two steps would seem to compute for that long at the same time.
+            ahead=0 if compute_wait_s or not ordered else ahead,
             trace=trace,
         )
         self._steps[step] = run
         if ordered:
-            registered.queue.append(run)
+            registered.ordered.append(run)
             self._advance(registered)
         else:
             self._begin(registered, run)
@@ -389,19 +399,25 @@ class TaskRuntime:
                 handle=handle,
             ) from None
 
-    def _advance(self, registered: _Registered) -> None:
+    def _advance(self, registered: _Registered, *, turns: bool = True) -> None:
         # A loop, not recursion: a step may end inside its own start.
         if registered.advancing:
             return
         registered.advancing = True
         try:
-            while registered.running is None and registered.queue:
-                registered.running = registered.queue.popleft()
-                self._begin(registered, registered.running)
+            while True:
+                # Who reads ahead reads first: an update keeps variables for a while.
+                if (run := registered.due()) is not None:
+                    self._begin(registered, run)
+                elif turns and registered.ordered and registered.ordered[0].is_held:
+                    registered.ordered[0].take_turn()
+                else:
+                    break
         finally:
             registered.advancing = False
 
     def _begin(self, registered: _Registered, run: StepRun) -> None:
+        run.has_begun = True
         gate = self.gates.get(registered.gate)
         if gate is None or registered.applies:
             run.start()
@@ -425,8 +441,8 @@ class TaskRuntime:
         on_done: OnDone,
     ) -> None:
         run, recording = self._steps[step], registered.recording
-        if run in registered.queue:
-            registered.queue.remove(run)
+        if run in registered.ordered:  # a step that on_done starts begins at once
+            registered.ordered.remove(run)
         if not isinstance(outcome, list):
             self._shell.withdraw(step)
             self._left_behind = [one for one in self._left_behind if one[3].working]
@@ -434,8 +450,6 @@ class TaskRuntime:
                 is_late = isinstance(outcome, DeadlineError)
                 one = self.now(), is_late, registered.program, run
                 self._left_behind.append(one)
-        if registered.running is run:
-            registered.running = None  # a step that on_done starts begins at once
         if recording is None:
             self._tell(registered, step, outcome, on_done)
         elif isinstance(outcome, list):
@@ -457,7 +471,9 @@ class TaskRuntime:
     ) -> None:
         run = self._steps.pop(step)
         self._tell_gate(registered, step, done=isinstance(outcome, list))
-        self._advance(registered)  # what waits for it here needs no word of it
+        # What waits for it here needs no word of it; a step that read ahead may compute
+        # for long, and the one after that is asked for before.
+        self._advance(registered, turns=False)
         on_done(outcome, run.times)
         while self._when_idle and not self._steps:
             self._when_idle.pop(0)()

@@ -27,12 +27,14 @@ MASTER, WORKER = "/job:worker/task:0", "/job:worker/task:1"
 
 
 @pytest.mark.row(1, 2, 3)
+@pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_killed_worker_loses_no_update_and_is_taken_back(
-    fault: Fault, caplog: pytest.LogCaptureFixture
+    fault: Fault, caplog: pytest.LogCaptureFixture, prefetch: int
 ) -> None:
     """Killed in the middle of its steps; at its old port it begins to count anew."""
     cluster = fault.cluster(ps=2, workers=2, restarts=3)
-    there, ledger, clock = trainer(cluster, AsyncPS()), Ledger(), Stopwatch()
+    there = trainer(cluster, AsyncPS(prefetch=prefetch))
+    ledger, clock = Ledger(), Stopwatch()
     lost, back = (
         f"{WORKER} was lost; the other workers go on",
         f"{WORKER} answers again",
@@ -53,7 +55,7 @@ def test_a_killed_worker_loses_no_update_and_is_taken_back(
     assert fault.seconds_until(lost) < 12
     assert clock.seconds < 30
     ledger.add(run)
-    ledger.check(there, lost=1)
+    ledger.check(there, lost=1, under_way=2 + prefetch)
     assert cluster.wait_for_tasks(30)
     at_work: list[int] = []
 
@@ -82,14 +84,14 @@ def test_a_killed_worker_loses_no_update_and_is_taken_back(
     assert len(np.unique(steps)) == len(steps)
     assert WORKER in run.staleness()
     ledger.add(run)
-    ledger.check(there, lost=2)
+    ledger.check(there, lost=2, under_way=2 + prefetch)
     stop = once_both_took_part(steps=run.steps + 100)
     run = there.fit(
         IDS, steps=10**6, batch_size=BATCH, callbacks=[stop], progress=False
     )
     assert set(run.metrics("loss")["replica"]) == {0, 1}
     ledger.add(run)
-    ledger.check(there, lost=2)
+    ledger.check(there, lost=2, under_way=2 + prefetch)
     fault.names += [lost, back, "SIGKILL"]
     there.close()
 

@@ -47,9 +47,13 @@ GOES_ON = "the run goes on from"
 
 
 @pytest.mark.row(13)
-def test_a_killed_ps_with_a_replica_loses_no_update(fault: Fault) -> None:
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_killed_ps_with_a_replica_loses_no_update(
+    fault: Fault, prefetch: int
+) -> None:
     cluster = fault.cluster(ps=2, workers=2, restarts=3)
-    there, ledger = trainer(cluster, REPLICA), Ledger()
+    strategy = AsyncPS(durability="replica", prefetch=prefetch)
+    there, ledger, under_way = trainer(cluster, strategy), Ledger(), 2 + prefetch
     run = there.fit(
         IDS,
         steps=10**6,
@@ -64,9 +68,11 @@ def test_a_killed_ps_with_a_replica_loses_no_update(fault: Fault) -> None:
     check_times(fault, 10, PS)
     (recovery,) = run.recoveries()
     assert recovery.lost == (PS,)
-    assert recovery.again <= 4  # told of when they were computed, never acknowledged
+    # Told of when they were computed, never acknowledged.
+    assert recovery.again <= 2 * under_way
     ledger.add(run)
-    ledger.check(there, lost=2)  # both workers lost what they were about to tell
+    # Both workers lost what they were about to tell.
+    ledger.check(there, lost=2, under_way=under_way)
     fault.names += [PS, "goes on with the copies", "SIGKILL"]
     there.close()
 

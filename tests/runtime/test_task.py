@@ -1,4 +1,5 @@
 from collections import deque
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,68 @@ def test_a_step_that_waits_begins_before_the_one_before_it_is_told(
     )
     tasks.deliver_all()
     assert sent == [("count", 2)]
+
+
+def ones(times: float = 1.0) -> dict[str, np.ndarray[Any, Any]]:
+    return {"x": np.full(3, times, np.float32)}
+
+
+def test_a_step_that_reads_ahead_reads_before_the_update_of_the_one_before_it(
+    tasks: Tasks,
+) -> None:
+    tasks.start("count", 1, ones(), ordered=True, ahead=1)
+    tasks.start("count", 2, ones(), ordered=True, ahead=1)
+    tasks.start("count", 3, ones(), ordered=True, ahead=1)
+    read = [step for dst, step, _, _ in tasks.messages if dst == WORKER]
+    assert read == [("count", 1), ("count", 2)]
+    tasks.deliver_one()  # w for step 1, which sends its gradient
+    tasks.deliver_one()  # w for step 2
+    assert value_of_w(tasks) == [0.0] * 3
+    tasks.deliver_all()
+    assert value_of_w(tasks) == [6.0] * 3
+    assert all(tasks.outcomes[PS, ("count", n)] == [] for n in (1, 2, 3))
+
+
+def test_a_step_that_read_ahead_computes_and_writes_after_the_one_before_it(
+    tasks: Tasks,
+) -> None:
+    """Whatever comes first: its values, or those of the step before it."""
+    for step_id in (1, 2):
+        tasks.start("count", step_id, ones(10.0**step_id), ordered=True, ahead=1)
+    first, second = (m for m in tasks.messages if m[0] == WORKER)
+    tasks.messages.clear()
+    for dst, step, key, values in (second, first):
+        tasks.runtimes[dst].deliver(step, key, values)
+        told = [step for task, step in tasks.outcomes if task == WORKER]
+        assert told == ([] if step[1] == 2 else [("count", 1), ("count", 2)])
+    first, second = tasks.messages
+    tasks.messages.clear()
+    for dst, step, key, values in (second, first):
+        tasks.runtimes[dst].deliver(step, key, values)
+        done = 0.0 if step[1] == 2 else 220.0
+        assert value_of_w(tasks) == [done] * 3
+
+
+def test_aborting_a_step_lets_the_one_that_read_ahead_go_on(tasks: Tasks) -> None:
+    first = tasks.start("count", 1, ones(), ordered=True, ahead=1)
+    tasks.start("count", 2, ones(), ordered=True, ahead=1)
+    for runtime in tasks.runtimes.values():
+        runtime.abort(first, CancelledStepError("given up"))
+    tasks.deliver_all()
+    assert value_of_w(tasks) == [2.0] * 3
+    assert tasks.outcomes[PS, ("count", 2)] == []
+
+
+def test_aborting_a_step_that_read_ahead_leaves_the_one_before_it(
+    tasks: Tasks,
+) -> None:
+    tasks.start("count", 1, ones(), ordered=True, ahead=1)
+    second = tasks.start("count", 2, ones(), ordered=True, ahead=1)
+    for runtime in tasks.runtimes.values():
+        runtime.abort(second, CancelledStepError("given up"))
+    tasks.deliver_all()
+    assert value_of_w(tasks) == [2.0] * 3
+    assert (WORKER, ("count", 1)) in tasks.outcomes
 
 
 def test_values_may_arrive_before_the_step_starts(tasks: Tasks) -> None:

@@ -78,16 +78,17 @@ class Ledger:
         """Adds the steps of a run."""
         self.told += run.metrics("seen")["value"].sum(0)
 
-    def check(self, there: Trainer, lost: int = 0) -> int:
+    def check(self, there: Trainer, lost: int = 0, under_way: int = 2) -> int:
         """Compares with what the parameters have counted, each for itself.
 
-        What was told of is applied, but for the two last steps of a lost worker, which
-        are told of when they are computed. Each batch that counts as done is applied
+        What was told of is applied, but for the last steps of a lost worker, which are
+        told of when they are computed. Each batch that counts as done is applied
         once, and those that it may have done as well are counted as dealt again.
 
         Args:
           there: has trained.
           lost: how many workers were.
+          under_way: how many steps each of them may have had.
 
         Returns:
           How many batches were dealt again.
@@ -95,7 +96,7 @@ class Ledger:
         due, again = _due(there)
         for count in counted(there):
             less = (self.told - count).clip(0)
-            assert less.sum() <= 2 * BATCH * lost, f"lost: {less}"
+            assert less.sum() <= under_way * BATCH * lost, f"lost: {less}"
             assert (count >= due).all(), f"lost: {due - count}"
             more = count - due
             assert more.sum() <= again * BATCH, f"came twice: {more}, {again} times"

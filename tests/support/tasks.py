@@ -80,6 +80,7 @@ class Tasks:
         feeds: Mapping[str, Any],
         *,
         ordered: bool = False,
+        ahead: int = 0,
     ) -> StepKey:
         step = handle, step_id
         program = next(iter(self.runtimes.values())).program(handle)
@@ -89,6 +90,7 @@ class Tasks:
                 self._record(partition.task, step),
                 feeds=feeds if partition.task == program.driver else None,
                 ordered=ordered,
+                ahead=ahead,
             )
         return step
 

@@ -43,7 +43,10 @@ def test_step_that_was_let_in_and_never_came_is_refused_when_it_does() -> None:
 
 
 @pytest.mark.bad_input_row(14)
-def test_refused_step_is_computed_anew_and_every_batch_counts_once() -> None:
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_refused_step_is_computed_anew_and_every_batch_counts_once(
+    prefetch: int,
+) -> None:
     servers = Servers(ps=2, worker=2)
     worker = TaskName("/job:worker/task:0")
     driver = servers.server(worker)._server.service.driver  # type: ignore[union-attr]
@@ -71,7 +74,7 @@ def test_refused_step_is_computed_anew_and_every_batch_counts_once() -> None:
             nnx_loss,
             optax.sgd(0.1),
             cluster=cluster,
-            strategy=AsyncPS(max_staleness=3),
+            strategy=AsyncPS(max_staleness=3, prefetch=prefetch),
         )
         run = there.fit(
             data(), steps=10**6, batch_size=8, progress=False, callbacks=[once]

@@ -4,8 +4,8 @@ Each worker tells after some steps how many of its batches are applied. Once a m
 of ``every`` is passed, all are asked to halt: they begin no more steps, and say what is
 applied and how many steps are still under way. These are not waited for: a worker goes
 on computing while the run is saved, and only what is under way, two steps per worker at
-most, may be in the state without being in the position of the data, or on some ps and
-not on others. Then all go on.
+most and one more with ``prefetch``, may be in the state without being in the position
+of the data, or on some ps and not on others. Then all go on.
 
 In synchronous training nothing is under way between two updates, and the arbiter halts
 by itself; see ``aggregation``.
@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias, final
 
+from jgraph.coordination.step.replica_loop import UNACKNOWLEDGED
+
 _QUICK_S: Final = 3.0
 _PATIENCE_S: Final = 10.0
-_MOST: Final = 2
-"""Steps that a worker has under way."""
 _TOLD: Final = 8
 """So often, between two saves, a run is known to be where it is."""
 
@@ -26,9 +26,10 @@ _TOLD: Final = 8
 @final
 @dataclass(frozen=True, slots=True)
 class LoopBegan:
-    """A loop that trains begins."""
+    """A loop that trains begins, and has at most so many steps under way."""
 
     loop: str
+    at_most: int = UNACKNOWLEDGED
 
 
 @final
@@ -132,7 +133,7 @@ class Cuts:
         self._first = self._last = self._due_at = first
         self._end = end
         self._done: dict[str, int] = {}
-        self._running: dict[str, None] = {}
+        self._running: dict[str, int] = {}
         self._number = 0
         self._asked: tuple[str, ...] = ()
         self._halted: dict[str, int] = {}
@@ -141,8 +142,8 @@ class Cuts:
     def handle(self, event: Event) -> list[Instruction]:
         """Takes an event; returns what to do now."""
         match event:
-            case LoopBegan(loop):
-                self._running[loop] = None
+            case LoopBegan(loop, at_most):
+                self._running[loop] = at_most
                 return self._go_on()  # it does not stand still: the next try is soon
             case Told(loop, done):
                 self._done[loop] = max(done, self._done.get(loop, 0))
@@ -152,9 +153,9 @@ class Cuts:
                     return [GoOn(number, (loop,))]  # it was asked too late
                 self._halted[loop] = in_flight
             case LoopOver(loop):
-                self._running.pop(loop, None)
+                at_most = self._running.pop(loop, 0)
                 if loop in self._asked:
-                    self._halted.setdefault(loop, _MOST)
+                    self._halted.setdefault(loop, at_most)
             case Saved(number):  # else they went on, and halt anew
                 return self._go_on() if number == self._number else []
         return self._save_if_halted()

@@ -5,10 +5,13 @@ and *acknowledged* when every task has applied its updates. The next step starts
 soon as one is computed, but never more than ``max_outstanding`` are unacknowledged:
 the ps keep the steps of one replica in order, so a read of step k+1 sees the update of
 step k without a round trip for it.
+
+With ``prefetch`` a step starts while the one before is computed: its read does not wait
+for the update of that one, and is a step older.
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Final, TypeAlias, final
 
 from jgraph.errors import JGError
 
@@ -157,6 +160,9 @@ class End:
 
 Instruction: TypeAlias = StartStep | Report | Tell | Halted | End
 
+UNACKNOWLEDGED: Final = 2
+"""Steps that a loop has started and that are not acknowledged, without ``prefetch``."""
+
 
 @final
 class ReplicaLoop:
@@ -166,7 +172,8 @@ class ReplicaLoop:
       first_step: number of the first step.
       steps: how many steps to run at most.
       report_every_s: least time between reports, in seconds.
-      max_outstanding: most steps started and not acknowledged.
+      max_outstanding: most steps started and not acknowledged, beside ``prefetch``.
+      prefetch: steps started while the one before is computed.
       tell_every: say how many are done after so many steps, if no report does; 0: no.
 
     Example:
@@ -185,18 +192,20 @@ class ReplicaLoop:
         first_step: int,
         steps: int,
         report_every_s: float = 0.25,
-        max_outstanding: int = 2,
+        max_outstanding: int = UNACKNOWLEDGED,
+        prefetch: int = 0,
         tell_every: int = 0,
     ) -> None:
         self._next = first_step
         self._end = first_step + steps
         self._report_every_s = report_every_s
-        self._max_outstanding = max_outstanding
+        self._max_outstanding = max_outstanding + prefetch
+        self._prefetch = prefetch
         self._outstanding = 0
         self._tell_every = tell_every
         self._untold = 0  # acknowledged
         self._halted = 0
-        self._computing = False
+        self._computing: set[int] = set()
         self._stopping = False
         self._over = False
         self._unwell: JGError | None = None
@@ -216,8 +225,8 @@ class ReplicaLoop:
         match event:
             case LoopStarted():
                 return self._go_on()
-            case StepComputed():
-                self._computing = False
+            case StepComputed(step):
+                self._computing.discard(step)
                 return [*self._maybe_report(now), *self._go_on()]
             case StepAcknowledged():
                 self._outstanding -= 1
@@ -246,23 +255,25 @@ class ReplicaLoop:
         self, event: StepRefused | StepUnwanted | StepNotStarted
     ) -> list[Instruction]:
         """Counts a step as not under way, unless it is to be computed anew."""
-        if isinstance(event, StepRefused) and self._unwell is None:
-            return [StartStep(event.step)]
-        self._computing = False
-        self._outstanding -= 1
         match event:
-            case StepUnwanted():
-                self._stopping = True
+            case StepRefused(step) if self._unwell is None:
+                self._computing.add(step)
+                return [StartStep(step)]
             case StepNotStarted(over):
                 self._next -= 1
                 self._end = self._next if over else self._end
+                self._computing.discard(self._next)
+            case StepUnwanted(step) | StepRefused(step):
+                self._computing.discard(step)
+                self._stopping = True
+        self._outstanding -= 1
         return self._go_on()
 
     def _stop(self, event: StopAsked | StepUnwell) -> list[Instruction]:
         """Starts no more steps."""
         self._stopping = True
         if isinstance(event, StepUnwell):
-            self._computing = False
+            self._computing.discard(event.step)
             self._unwell = self._unwell or event.error
         return self._go_on()
 
@@ -279,22 +290,29 @@ class ReplicaLoop:
         return [Tell()]
 
     def _go_on(self) -> list[Instruction]:
-        wanted = not self._stopping and self._next < self._end
-        if wanted:
-            if (
-                self._halted
-                or self._computing
-                or self._outstanding >= self._max_outstanding
-            ):
-                return []
-            self._computing = True
+        started: list[Instruction] = []
+        while self._may_start():
+            self._computing.add(self._next)
             self._outstanding += 1
+            started.append(StartStep(self._next))
             self._next += 1
-            return [StartStep(self._next - 1)]
-        if self._outstanding:
-            return []
+        if started or self._outstanding or self._is_wanted:
+            return started
         self._over = True
         if self._unwell is not None:
             return [Report(), End("failed", self._unwell)]
         state = "done" if self._next >= self._end else "stopped"
         return [Report(), End(state)]
+
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether one more step is to be run."""
+        return not self._stopping and self._next < self._end
+
+    def _may_start(self) -> bool:
+        return (
+            self._is_wanted
+            and not self._halted
+            and len(self._computing) <= self._prefetch
+            and self._outstanding < self._max_outstanding
+        )

@@ -674,12 +674,15 @@ class StartStep(_message.Message):
     ORDERED_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     step_id: _builtins.int
     ordered: _builtins.bool
     timeout_s: _builtins.float
     trace: _builtins.bool
     """tell when each node ran"""
+    ahead: _builtins.int
+    """Ordered: read, and send what was read, while so many earlier steps are under way."""
     def __init__(
         self,
         *,
@@ -688,10 +691,11 @@ class StartStep(_message.Message):
         ordered: _builtins.bool = ...,
         timeout_s: _builtins.float = ...,
         trace: _builtins.bool = ...,
+        ahead: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "ordered", b"ordered", "step_id", b"step_id", "timeout_s", b"timeout_s", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "handle", b"handle", "ordered", b"ordered", "step_id", b"step_id", "timeout_s", b"timeout_s", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1678,6 +1682,7 @@ class RunLoop(_message.Message):
     FINITE_LEAVES_FIELD_NUMBER: _builtins.int
     FINITE_FETCH_FIELD_NUMBER: _builtins.int
     TELL_EVERY_FIELD_NUMBER: _builtins.int
+    PREFETCH_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     data: _builtins.str
     """name of the data set put on that worker"""
@@ -1727,6 +1732,8 @@ class RunLoop(_message.Message):
     """Asynchronous training: tell `data_done` after so many steps, in reports without rows
     and without a number between the others. 0: with the others only.
     """
+    prefetch: _builtins.int
+    """steps that are begun while the one before is computed"""
     @_builtins.property
     def sync(self) -> Global___SyncOrder: ...
     @_builtins.property
@@ -1769,10 +1776,11 @@ class RunLoop(_message.Message):
         finite_leaves: _abc.Iterable[_builtins.str] | None = ...,
         finite_fetch: _builtins.int = ...,
         tell_every: _builtins.int = ...,
+        prefetch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sync", b"sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "began_s", b"began_s", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "finite_fetch", b"finite_fetch", "finite_leaves", b"finite_leaves", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task", "tell_every", b"tell_every", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "began_s", b"began_s", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "finite_fetch", b"finite_fetch", "finite_leaves", b"finite_leaves", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "prefetch", b"prefetch", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task", "tell_every", b"tell_every", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -67,7 +67,9 @@ class LoopRun:
         self._driver = driver
         self._clock = clock
         self._feed = feed
-        self._waiting_step: int | None = None
+        # Steps that wait for a batch, in order.
+        self._unfed: deque[int] = deque()
+        self._is_taking = False
         # Batches of steps under way: a step that is refused is computed anew.
         self._fed: dict[int, dict[str, Any]] = {}
         self._refused = 0
@@ -78,6 +80,7 @@ class LoopRun:
             first_step=order.first_step,
             steps=order.steps,
             report_every_s=order.report_every_s,
+            prefetch=order.prefetch,
             tell_every=order.tell_every,
         )
         self._events: deque[Event] = deque()
@@ -85,7 +88,9 @@ class LoopRun:
         self.record = LoopReports(clock)
         self._halts = HaltTimer(order.loop, self.go_on)
         # Where the time goes: seconds by part since the last report.
-        self._wanted_at = self._started_at = self._computed_at = clock.now()
+        self._wanted_at: dict[int, float] = {}
+        self._started_at: dict[int, float] = {}
+        self._computed_at = clock.now()
         self._times: dict[str, float] = defaultdict(float)
         self._numbers = {
             name: np.asarray(value, np.int32)
@@ -101,9 +106,7 @@ class LoopRun:
     def stop(self) -> None:
         """Asks the loop to end after the steps in flight."""
         self._take(StopAsked())
-        if self._waiting_step is not None:
-            self._waiting_step = None
-            self._take(StepNotStarted(over=False))
+        self._start_none(over=False)
         self._feed.close()
 
     def halt(self, number: int, limit_s: float) -> None:
@@ -145,7 +148,7 @@ class LoopRun:
             for instruction in self._machine.handle(self._events.popleft(), now):
                 match instruction:
                     case StartStep(step):
-                        self._wanted_at = now
+                        self._wanted_at[step] = now
                         self._use_turn()
                         self._start(step)
                     case Report():
@@ -169,18 +172,31 @@ class LoopRun:
     def _start(self, step: int) -> None:
         if step in self._fed:
             self._drive(step)
-            return
-        self._waiting_step = step
-        self._feed.take(self._batch_ready)
+        else:
+            self._unfed.append(step)
+            self._take_batch()
+
+    def _take_batch(self) -> None:
+        if self._unfed and not self._is_taking:
+            self._is_taking = True
+            self._feed.take(self._batch_ready)
+
+    def _start_none(self, *, over: bool) -> None:
+        """Gives up the steps that wait for a batch."""
+        while self._unfed:
+            self._unfed.pop()
+            self._take(StepNotStarted(over=over))
 
     def _batch_ready(self, batch: NumberedBatch | BaseException | None) -> None:
-        step, self._waiting_step = self._waiting_step, None
-        if step is None:  # stopped meanwhile
+        self._is_taking = False
+        if not self._unfed:  # stopped meanwhile
             return
+        step = self._unfed[0]
         match batch:
             case None:
-                self._take(StepNotStarted(over=True))
+                self._start_none(over=True)
             case NumberedBatch():
+                self._unfed.popleft()
                 feeds = {**batch.fields, **self._numbers}
                 for name, value in [
                     (self._order.step_feed, step),
@@ -190,30 +206,36 @@ class LoopRun:
                         feeds[name] = np.asarray(value, np.int32)
                 self._fed[step] = feeds
                 self._drive(step)
+                self._take_batch()
             case error:
                 task = TaskName(self._order.task)
                 self._take(StepFailed(step, as_error(error, task)))
 
     def _drive(self, step: int) -> None:
-        self._started_at = self._clock.now()
+        self._started_at[step] = self._clock.now()
+        order = self._order
         try:
             self._driver.start(
-                self._order.handle,
+                order.handle,
                 self._fed[step],
                 lambda fetches, times: self._computed(step, fetches, times),
                 lambda error: self._over(step, error),
-                timeout_s=self._order.step_timeout_s,
+                # It waits for the steps that are computed before it.
+                timeout_s=order.step_timeout_s * (1 + order.prefetch),
                 ordered=True,
-                compute_wait_s=self._order.compute_wait_s,
+                ahead=order.prefetch,
+                compute_wait_s=order.compute_wait_s,
             )
         except JGError as error:
             self._take(StepFailed(step, error))
 
     def _computed(self, step: int, fetches: Fetches, times: StepTimes) -> None:
         now = self._clock.now()
+        wanted = max(self._wanted_at.pop(step), self._computed_at)
+        started = max(self._started_at.pop(step), wanted)
         parts = {
-            "wait": self._wanted_at - self._computed_at,
-            "input": self._started_at - self._wanted_at,
+            "wait": wanted - self._computed_at,
+            "input": started - wanted,
             **times.parts(),
         }
         parts["other"] = now - self._computed_at - sum(parts.values())

@@ -110,6 +110,7 @@ class StepDriver:
         *,
         timeout_s: float,
         ordered: bool = False,
+        ahead: int = 0,
         compute_wait_s: float = 0.0,
         trace: bool = False,
     ) -> DrivenStep:
@@ -124,6 +125,7 @@ class StepDriver:
             and last.
           timeout_s: limit for the whole step.
           ordered: begin on each task only after the handle's earlier steps.
+          ahead: read and send on each task while so many of these are under way.
           compute_wait_s: emulated computing on this task, see ``StepRun``.
           trace: have every task note when its nodes run, see ``DrivenStep.parts``.
 
@@ -143,6 +145,7 @@ class StepDriver:
             ordered=ordered,
             timeout_s=timeout_s,
             trace=trace,
+            ahead=ahead,
         )
         self._runtime.check_feeds(handle, feeds)
         self._steps[step] = driven
@@ -161,6 +164,7 @@ class StepDriver:
                 lambda outcome, times: self._own_part_over(driven, outcome, times),
                 feeds=feeds,
                 ordered=ordered,
+                ahead=ahead,
                 compute_wait_s=compute_wait_s,
                 trace=trace,
             )

@@ -62,7 +62,11 @@ class StepParts:
         self._drivers[step] = driver, timer
         try:
             self._runtime.start_step(
-                step, end, ordered=order.ordered, trace=order.trace
+                step,
+                end,
+                ordered=order.ordered,
+                ahead=order.ahead,
+                trace=order.trace,
             )
         except JGError as error:
             end(error, StepTimes())

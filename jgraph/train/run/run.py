@@ -182,7 +182,8 @@ class Run:
         """Returns how old gradients were: worker -> ps -> staleness -> updates.
 
         The staleness of an update is the number of others that were applied on its ps
-        since it read there. Empty unless the strategy is ``AsyncPS``.
+        since it read there; with ``prefetch=1`` that of its own worker's step before is
+        one of them. Empty unless the strategy is ``AsyncPS``.
 
         Example:
           ``run.staleness()["/job:worker/task:1"]["/job:ps/task:0"]`` is

@@ -62,8 +62,12 @@ class AsyncRunner:
     def run(self, order: Order) -> Generator[Chunk, None, None]:
         """See ``Runner.run``."""
         prepared = self.runs.begin(order)
-        limit_s = self._strategy.step_timeout_s
-        requests = self._workers.requests(prepared, order, step_timeout_s=limit_s)
+        requests = self._workers.requests(
+            prepared,
+            order,
+            step_timeout_s=self._strategy.step_timeout_s,
+            prefetch=self._strategy.prefetch,
+        )
 
         def make(run: str) -> tuple[list[LoopRequest], pb.OpenGate]:
             gate, stale = self._step.container, self._strategy.max_staleness

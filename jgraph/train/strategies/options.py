@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, hints
 from jgraph.graph.sharding import Partitioner
 from jgraph.plan.placement.spread import PlacementFunction
 from jgraph.train.counts import as_ints, is_count
@@ -23,14 +23,20 @@ class AsyncPS:
     worker gets less, and the batches of a lost worker go to the others.
 
     Args:
-      step_timeout_s: limit for one step of a worker.
+      step_timeout_s: limit for one step of a worker, in seconds.
+      prefetch: 1: a worker is sent the parameters of its next step while it computes
+        the gradient of this one, and waits for neither its update nor the way to the ps
+        and back. Each gradient is then one update older, its worker's own one before,
+        which ``max_staleness`` and ``Run.staleness`` count as any other. The worker
+        holds the parameters twice. Rows of hash tables, which looking up may make, are
+        not read ahead. 0: it reads when the step before is over.
       gradient_dtype: ``"bfloat16"`` or ``"int8"`` (a scale per array): gradients travel
         as that, and a worker adds what rounding took away to its next one. It then
         holds float32 left-overs of the size of these parameters, zeros at the start of
         a ``fit``. Gradients of rows travel as they are, without left-overs.
-      max_staleness: how many updates of other workers a ps may apply between a worker's
-        read of the parameters and the update by its gradient; a worker that would run
-        ahead waits. 0 makes workers take turns. None: no bound. See ``Run.staleness``.
+      max_staleness: how many updates a ps may apply between a worker's read of the
+        parameters and the update by its gradient; a worker that would run ahead waits.
+        0 makes workers take turns. None: no bound. See ``Run.staleness``.
       durability: what a run still has when a ps is lost. ``"checkpoint"``: the state
         that ``fit(checkpoint=…)`` saved last. ``"replica"`` and ``"log"``: every update
         that was acknowledged to a worker. With ``"replica"`` each ps has a copy on the
@@ -49,7 +55,7 @@ class AsyncPS:
       ConfigError: an option outside what is possible.
 
     Example:
-      >>> AsyncPS(max_staleness=8).max_staleness
+      >>> AsyncPS(max_staleness=8, prefetch=1).max_staleness
       8
     """
 
@@ -60,6 +66,7 @@ class AsyncPS:
     placement: PlacementFunction | None = None
     gradient_dtype: GradientDtype | None = None
     durability: Durability = "checkpoint"
+    prefetch: int = 0
 
     def __post_init__(self) -> None:
         _check_shared(self)
@@ -69,7 +76,17 @@ class AsyncPS:
                 f"max_staleness is {bound!r}; give a whole number, 0 or more, or None "
                 "for no bound"
             )
-        as_ints(self, "max_staleness")
+        if not is_count(self.prefetch, 0) or self.prefetch > 1:
+            raise ConfigError(
+                f"prefetch is {self.prefetch!r}; give 1 to read the parameters of the "
+                "next step while one is computed, or 0"
+            )
+        as_ints(self, "max_staleness", "prefetch")
+        if self.prefetch and self.max_staleness == 0:
+            raise ConfigError(
+                "prefetch=1 makes each gradient one update older, and max_staleness=0 "
+                "allows none; leave out one of them, or give max_staleness=1 or more"
+            )
 
     def _repr_html_(self) -> str:
         return markup.data(self)
@@ -169,6 +186,9 @@ class SyncPS:
     def _repr_html_(self) -> str:
         return markup.data(self)
 
+
+hints.name_fields(AsyncPS, hints.ASYNC_ARGUMENTS)
+hints.name_fields(SyncPS, hints.SYNC_ARGUMENTS)
 
 ParameterServers: TypeAlias = AsyncPS | SyncPS
 

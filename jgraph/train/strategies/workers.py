@@ -113,7 +113,12 @@ class Workers:
             self.feeding = None
 
     def requests(
-        self, prepared: Prepared, order: Order, *, step_timeout_s: float
+        self,
+        prepared: Prepared,
+        order: Order,
+        *,
+        step_timeout_s: float,
+        prefetch: int = 0,
     ) -> list[LoopRequest]:
         """Returns one request per worker.
 
@@ -121,6 +126,7 @@ class Workers:
           prepared: the step, registered.
           order: what to train.
           step_timeout_s: limit for one step.
+          prefetch: steps that are begun while the one before is computed.
         """
         graph, together = prepared.graph, bool(prepared.on_ps)
         feeds = {feed.name for feed in graph.feeds}
@@ -144,6 +150,7 @@ class Workers:
                 report_every_s=order.report_every_s,
                 finite=None if together else prepared.finite,
                 tell_every=tell_every(halts, len(self.tasks)) if halts else 0,
+                prefetch=prefetch,
             )
             for replica, worker in enumerate(self.tasks)
         ]

@@ -16,13 +16,16 @@ from jgraph.coordination.step.replica_loop import (
 @given(
     steps=st.integers(1, 12),
     most=st.integers(1, 4),
+    prefetch=st.integers(0, 1),
     stop_after=st.integers(0, 30),
     choices=st.lists(st.booleans(), min_size=60, max_size=60),
 )
 def test_any_order_of_answers_runs_each_step_once_within_the_bound(
-    steps: int, most: int, stop_after: int, choices: list[bool]
+    steps: int, most: int, prefetch: int, stop_after: int, choices: list[bool]
 ) -> None:
-    loop = ReplicaLoop(first_step=0, steps=steps, max_outstanding=most)
+    loop = ReplicaLoop(
+        first_step=0, steps=steps, max_outstanding=most, prefetch=prefetch
+    )
     computing: list[int] = []
     unacknowledged: list[int] = []
     started: list[int] = []
@@ -34,7 +37,8 @@ def test_any_order_of_answers_runs_each_step_once_within_the_bound(
                 case StartStep(step):
                     started.append(step)
                     computing.append(step)
-                    assert len(computing) + len(unacknowledged) <= most
+                    assert len(computing) <= 1 + prefetch
+                    assert len(computing) + len(unacknowledged) <= most + prefetch
                 case End():
                     ended.append(instruction)
                 case Report():

@@ -80,6 +80,7 @@ class SyncWorld(FaultyRun[GatedShard]):
         self.kept_on = self.differed = self.copies_lost = 0
         self.sim = Simulation(seed)
         self.net = Network(self.sim, delay_s)
+        self.prefetch = 0
         self.plan = SlotPlan([Part("a", BATCHES)], 1, seed, slot_batches=5)
         self.wanted = workers - backups
         self.steps = steps

@@ -41,6 +41,7 @@ class Run(Protocol):
     sim: Simulation
     net: Network
     plan: SlotPlan
+    prefetch: int
 
     @property
     def shards(self) -> Collection[TaskName]:
@@ -104,6 +105,8 @@ class Step:
 class Loop:
     """The loop of one replica, as ``LoopRun`` and ``DataFeed`` make it of machines.
 
+    A run with an odd number reads ahead, if it may.
+
     Args:
       worker: where it runs.
       name: of the loop.
@@ -126,10 +129,17 @@ class Loop:
         self.master = master
         self.dealer = dealer
         self.world = worker.world
-        self.machine = ReplicaLoop(first_step=0, steps=10**6, report_every_s=0.05)
+        self.machine = ReplicaLoop(
+            first_step=0,
+            steps=10**6,
+            report_every_s=0.05,
+            prefetch=self.world.prefetch,
+        )
         self.leases: deque[Lease] = deque()
         self.steps: dict[int, Step] = {}
-        self.waiting: int | None = None
+        self.waiting: deque[int] = deque()
+        self.uncomputed: deque[int] = deque()
+        self.is_computing = False
         self.acknowledged: set[int] = set()
         self.begun: list[Lease] = []
         self.accounts: list[TaskName] = []
@@ -140,7 +150,7 @@ class Loop:
         for instruction in self.machine.handle(event, self.world.sim.now):
             match instruction:
                 case StartStep(step):
-                    self.waiting = step
+                    self.waiting.append(step)
                     self.go_on()
                 case Report():
                     self.report("running")
@@ -169,11 +179,10 @@ class Loop:
             self.stop()
 
     def go_on(self) -> None:
-        if self.waiting is not None and self.leases:
-            self.begin(self.waiting)
-        elif self.waiting is not None and self.is_over:
-            self.waiting = None
-            self.take(StepNotStarted(over=True))
+        while self.waiting and self.leases:
+            self.begin(self.waiting.popleft())
+        if self.is_over:
+            self.start_none(over=True)
         held = sum(lease.batches for lease in self.leases)
         idle = not held and self.done == self.taken
         wants = idle or (not self.is_dry and held < _AHEAD)
@@ -184,8 +193,13 @@ class Loop:
             ask = ("ask", self.name, self.done, want, idle, self.asked)
             self.send(self.dealer, ask)
 
+    def start_none(self, *, over: bool) -> None:
+        while self.waiting:
+            self.waiting.pop()
+            self.take(StepNotStarted(over=over))
+
     def begin(self, step: int) -> None:
-        self.waiting = None
+        self.uncomputed.append(step)
         lease, rest = self.leases.popleft().cut(1)
         if rest is not None:
             self.leases.appendleft(rest)
@@ -215,19 +229,32 @@ class Loop:
         if step is None:
             return  # refused by another
         step.versions[shard] = version
-        if len(step.versions) == len(self.world.shards):
+        self.compute()
+
+    def compute(self) -> None:
+        """Computes the oldest step, once all its values are there."""
+        while self.uncomputed and self.uncomputed[0] not in self.steps:
+            self.uncomputed.popleft()  # refused
+        if self.is_computing or not self.uncomputed:
+            return
+        number = self.uncomputed[0]
+        if len(self.steps[number].versions) == len(self.world.shards):
+            self.is_computing = True
             seconds = self.world.sim.chance.random() * 0.05
             self.world.sim.later(seconds, partial(self.computed, number))
 
     def computed(self, number: int) -> None:
         if self.has_ended or not self.worker.process.alive:
             return
+        self.is_computing = False
+        self.uncomputed.popleft()
         step = self.steps[number]
         versions = tuple(step.versions.values())
         for shard in self.world.shards:
             pushed = ("push", self.name, self.life, number, step.batch, versions)
             self.send(shard, pushed)
         self.take(StepComputed(number))
+        self.compute()
 
     def part_done(self, number: int) -> None:
         step = self.steps[number]
@@ -251,12 +278,11 @@ class Loop:
             self.fail(TaskName(lost))
         elif self.steps.pop(number, None) is not None:
             self.take(StepUnwanted(number))
+            self.compute()
 
     def stop(self) -> None:
         self.take(StopAsked())
-        if self.waiting is not None:
-            self.waiting = None
-            self.take(StepNotStarted(over=False))
+        self.start_none(over=False)
         self.is_over = True
 
 

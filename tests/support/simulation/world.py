@@ -61,6 +61,7 @@ class World(FaultyRun[Shard]):
         self.sim = Simulation(seed)
         self.net = Network(self.sim, delay_s)
         self.batches = batches
+        self.prefetch = seed % 2
         self.plan = SlotPlan([Part("a", batches)], 1, seed, slot_batches=5)
         self.workers = {
             name: Worker(self, name)

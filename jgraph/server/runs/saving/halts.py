@@ -18,6 +18,7 @@ from jgraph.coordination.run.cuts import (
     Saved,
     Told,
 )
+from jgraph.coordination.step.replica_loop import UNACKNOWLEDGED
 from jgraph.rpc._pb import jgraph_pb2 as pb
 
 _Do: TypeAlias = Callable[[Coroutine[Any, Any, None]], None]
@@ -69,7 +70,8 @@ class RunHalts:
     def began(self, order: pb.RunLoop) -> None:
         """Learns of a loop."""
         if not _together(order):
-            self._handle(LoopBegan(order.loop))
+            at_most = UNACKNOWLEDGED + order.prefetch
+            self._handle(LoopBegan(order.loop, at_most))
 
     def note(self, order: pb.RunLoop, told: pb.LoopReport) -> None:
         """Learns what a loop tells."""
