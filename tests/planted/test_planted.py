@@ -78,6 +78,13 @@ BUGS: Final = {
         "tests/coordination/run/test_loop_outcome.py::"
         "test_task_that_master_reaches_as_it_began_is_not_lost",
     ),
+    "a step that reads ahead computes before it is its turn": Bug(
+        "runtime/executor.py",
+        "if self._held is not None and self._loaded.in_turn[index]:",
+        "if False:",
+        "tests/runtime/test_task.py::"
+        "test_a_step_that_read_ahead_computes_and_writes_after_the_one_before_it",
+    ),
     "updates are decided without a master": Bug(
         "coordination/sync/aggregation.py",
         "if self._unsupervised or len(whole) < self.needed:",
