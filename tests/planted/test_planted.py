@@ -485,8 +485,8 @@ BUGS: Final = {
     ),
     "workers go on while a run is saved": Bug(
         "coordination/step/replica_loop.py",
-        "                self._halted\n                or self._computing",
-        "                self._computing",
+        "            and not self._halted\n",
+        "",
         f"{TRANSCRIPT}[step/replica_loop/halt]",
     ),
     "retention removes the newest": Bug(
