@@ -157,6 +157,16 @@ def test_the_architecture_page_names_what_is_there() -> None:
             body = getattr(found[0], "body", [])
 
 
+def test_the_architecture_page_has_a_line_of_each_package() -> None:
+    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    house = page.partition("## Where do I find")[0]
+    lines = re.findall(r"^\| (`[^|]+`) \|", house, re.M)
+    named = {name for line in lines for name in re.findall(r"`(\w+)`", line)}
+    there = {path.relative_to(ROOT / "jgraph").parts[0] for path in PACKAGE}
+    public = {part.removesuffix(".py") for part in there if not part.startswith("__")}
+    assert named == public
+
+
 def machines() -> Iterator[tuple[Path, str]]:
     """State machines of the cluster: the module of each, and its class."""
     for path in (ROOT / "jgraph/coordination").glob("*/*.py"):

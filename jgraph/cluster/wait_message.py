@@ -50,7 +50,7 @@ class WaitMessage:
         self._lines = lines
         self._end = threading.Event()
         self._thread = threading.Thread(
-            target=self._tell, name="jgraph-patience", daemon=True
+            target=self._tell, name="jgraph-wait-message", daemon=True
         )
         self._thread.start()
 

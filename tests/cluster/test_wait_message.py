@@ -49,7 +49,7 @@ def test_what_is_inside_of_something_said_is_not_said_besides() -> None:
 
 def test_where_nothing_is_wanted_nobody_waits_to_say_it() -> None:
     with hide_wait(), show_wait("silent", print):
-        assert "jgraph-patience" not in {t.name for t in threading.enumerate()}
+        assert "jgraph-wait-message" not in {t.name for t in threading.enumerate()}
 
 
 def test_where_nothing_can_be_redrawn_lines_come_and_stay(

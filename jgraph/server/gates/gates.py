@@ -239,8 +239,8 @@ class Gates:
         self._tell_all(name, pb.GateEvent(gate=name, closed=to_status(error)))
 
     def _contributed(self, name: str, news: Sequence[Tell]) -> None:
-        leader = self._shards[name][0]
-        if leader == self._task:
+        arbiter_task = self._shards[name][0]
+        if arbiter_task == self._task:
             for one in news:
                 event = Contributed(self._task, one.step, one.version, one.slot)
                 self._hear(name, event)
@@ -250,7 +250,7 @@ class Gates:
             for t in news
         ]
         body = pb.Contributions(contributions=each)
-        self._post(leader, pb.GateEvent(gate=name, contributed=body))
+        self._post(arbiter_task, pb.GateEvent(gate=name, contributed=body))
 
     def _hear(self, name: str, event: Contributed) -> None:
         if name in self._arbiters:

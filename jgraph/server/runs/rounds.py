@@ -21,7 +21,7 @@ def next_order(order: pb.RunLoop, number: int) -> pb.RunLoop:
 async def open_round_gates(
     peers: Peers, deciding: pb.RunLoop, orders: Sequence[pb.RunLoop]
 ) -> None:
-    """Opens the gates for the next row of loops of synchronous training.
+    """Opens the gates for the next round of synchronous training.
 
     Args:
       peers: to the tasks.

@@ -702,7 +702,7 @@ class RunSupervisor:
         return next_order(order, self._number)
 
     async def _begin_round(self, arbiter: pb.RunLoop, replicas: Sequence[int]) -> None:
-        """Begins the next row of loops of synchronous training."""
+        """Begins the next round of synchronous training."""
         orders = [self._again(self._orders[r]) for r in replicas]
         try:
             await open_round_gates(self._peers, arbiter, orders)
