@@ -20,7 +20,7 @@ from tests.support.cli import Shell, run
 from tests.support.models import data, nnx_loss
 from tests.support.pages import PAGES, ROOT, blocks
 
-CLUSTER = "tests/test_cli_cluster.py"
+CLUSTER = "tests/cli/test_cli_cluster.py"
 UP = f"{CLUSTER}::test_cluster_goes_up_shows_itself_and_goes_down"
 JSON = "test_the_command_prints_one_line_of_json"
 ELSEWHERE = {

@@ -1,6 +1,6 @@
 """The likeliest mistakes, each made as a user makes it: what is said, and what to type.
 
-Those of servers, ports, tokens and certificates are in ``test_cli_cluster.py``,
+Those of servers, ports, tokens and certificates are in ``cli/test_cli_cluster.py``,
 ``server/test_security.py`` and ``server/test_tls.py``.
 """
 
