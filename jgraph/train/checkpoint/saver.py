@@ -200,7 +200,7 @@ class Saver:
         self._failures.forget()
 
     def save(self) -> None:
-        """Saves a run whose loops have ended, before a task goes; a failure is only told.
+        """Saves a run whose loops have ended, before a task goes; failures are told.
 
         Raises:
           CheckpointWriterError: another process has taken over the directory.
