@@ -12,7 +12,7 @@ from jgraph import errors
 from jgraph.errors import InternalError, JGError, error_from_code
 from scripts import errors_page
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parent.parent
 CLASSES = [
     cls
     for _, cls in inspect.getmembers(errors, inspect.isclass)
