@@ -40,13 +40,15 @@ def arbiter(workers: int, rounds: int) -> Iterator[int]:
     data = SyncData(plan, tasks)
     machine = Arbiter([ps], tasks, data, wanted=workers, version=0, steps=2 * rounds)
     for version in range(rounds):
+        slots = []
         for name in tasks:
             (answer,) = machine.handle(DataAsked(name, 1, idle=True))
             assert isinstance(answer, DealData)
             assert answer.leases
             (batch,) = answer.leases[0].each()
-            event = Contributed(ps, (name, version), version, plan.number(*batch))
-            machine.handle(event)
+            slots.append(plan.number(*batch))
+        steps = tuple((name, version) for name in tasks)
+        machine.handle(Contributed(ps, steps, version, tuple(slots)))
         machine.handle(Applied())
         yield 2 * workers + 1
 

@@ -158,7 +158,15 @@ class NullStep(OnCluster):
 
 
 class NullSync(NullStep):
-    """Null steps of synchronous training: an update takes one step of every worker."""
+    """Null steps of synchronous training: an update takes one step of every worker.
+
+    Attributes:
+      backups: workers that an update does not wait for.
+      updated: when the updates of the last run were made.
+    """
+
+    backups = 0
+    updated: Any = ()
 
     def _prepare(self) -> None:
         ps = [TaskName(str(v.device)) for v in self.variables]
@@ -194,7 +202,7 @@ class NullSync(NullStep):
             sync=SyncRequest(
                 gate=GATE,
                 version=self.done,
-                wanted=workers,
+                wanted=workers - self.backups,
                 replicas={request.handle: request.task for request in requests},
                 shards=self._shards,
                 plan=self._slots,
@@ -202,6 +210,7 @@ class NullSync(NullStep):
         )
         reports = list(self.session.run_loops([arbiter, *requests]))
         self.done += steps
+        self.updated = _seconds(reports, workers)
         return [_seconds(reports, replica) for replica in range(workers)]
 
 

@@ -20,7 +20,7 @@ from jgraph.loading import uncollected
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from jgraph import errors
+    from jgraph import errors, testing
     from jgraph.client.cluster import connect
     from jgraph.client.placement.auto import auto
     from jgraph.client.session import Session
@@ -116,6 +116,7 @@ _HOMES = {
     "serve": "jgraph.serving.model_server",
     "split_keys": "jgraph.graph.rows.hash_keys",
     "tap": "jgraph.graph.tracing.taps",
+    "testing": "jgraph.testing",
     "towers": "jgraph.train.pipeline.towers",
     "variable_axis_size_partitioner": "jgraph.plan.sharding.partitioner",
 }
@@ -168,6 +169,7 @@ __all__ = [
     "serve",
     "split_keys",
     "tap",
+    "testing",
     "towers",
     "variable_axis_size_partitioner",
 ]

@@ -57,10 +57,12 @@ PUBLIC = [
     "serve",
     "split_keys",
     "tap",
+    "testing",
     "towers",
     "variable_axis_size_partitioner",
 ]
-OBJECTS = [name for name in PUBLIC if name not in {"NO_KEY", "__version__", "errors"}]
+MODULES = {"errors", "testing"}
+OBJECTS = [n for n in PUBLIC if n not in {"NO_KEY", "__version__", *MODULES}]
 # What `import jgraph` must not bring with it.
 HEAVY = {"jax", "numpy", "flax", "optax", "orbax", "grpc", "rich", "typer", "asyncio"}
 

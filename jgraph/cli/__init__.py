@@ -20,6 +20,7 @@ from jgraph.cli import (
     looking,
     runs,
     serving,
+    simulation,
     tasks,
 )
 from jgraph.cli.options import FAILURE, FORBIDDEN, OK, UNREACHABLE, USAGE, Commands
@@ -60,7 +61,7 @@ for command in (
     *(looking.version, clusters.doctor, hosts.server, hosts.certs),
     *(clusters.up, clusters.down, clusters.status, clusters.top, dashboard.dashboard),
     *(runs.runs, runs.events, tasks.logs, tasks.drain, looking.show, looking.demo),
-    *(serving.export, serving.serve, serving.predict),
+    *(serving.export, serving.serve, serving.predict, simulation.simulate),
 ):
     app.command()(command)
 app.add_typer(hosts.tokens, name="token")

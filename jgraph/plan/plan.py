@@ -1,5 +1,6 @@
 """Plan: a graph, its placement, and the program that runs it."""
 
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,16 +15,19 @@ from jgraph.graph.sizes import ASSUMED_SIZE
 from jgraph.plan.analysis.affinity import companions
 from jgraph.plan.analysis.flow import analyze
 from jgraph.plan.auto.auto import AutoPlanner, Prediction
+from jgraph.plan.auto.work import Work, work_of
 from jgraph.plan.partition.assemble import Assembler, Edge, SegmentInfo
 from jgraph.plan.partition.segments import cut
 from jgraph.plan.partition.updates import lost_updates
 from jgraph.plan.placement.colocate import with_resolved_stamps
 from jgraph.plan.placement.place import place, state_groups
+from jgraph.plan.placement.spread import nbytes_of
 from jgraph.plan.placement.tasks import Tasks, assign_variables
 from jgraph.plan.program.program import Program
 from jgraph.plan.sharding.shard import shard
 from jgraph.plan.show import plan_picture
 from jgraph.plan.table import sharding_lines, table
+from jgraph.plan.traffic import Held, Message, StepTraffic
 from jgraph.view import markup
 from jgraph.view.svg import Picture
 from jgraph.view.units import bytes_text, count_text
@@ -99,6 +103,39 @@ class Plan:
         if path is not None:
             picture.save(path)
         return picture
+
+    def traffic(self) -> StepTraffic:
+        """Returns its messages, variables and work, without code."""
+        work: dict[TaskName, Work] = {}
+        for segment in self.segments:
+            work[segment.task] = work.get(segment.task, Work()) + work_of(segment.body)
+        return StepTraffic(
+            name=self.program.name,
+            driver=self.program.driver,
+            variables=tuple(
+                Held(v.name, self.variable_tasks[v.key], nbytes_of(v))
+                for v in self.graph.variables
+            ),
+            messages=tuple(Message(e.src, e.dst, e.nbytes) for e in self.edges),
+            work=work,
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes its traffic, from which ``jgraph simulate`` predicts other clusters.
+
+        Raises:
+          ConfigError: a place that cannot be written.
+        """
+        self.traffic().save(path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> StepTraffic:
+        """Reads what ``save`` wrote: the traffic, as code is not in it.
+
+        Raises:
+          ConfigError: there is no such file, or no plan in it.
+        """
+        return StepTraffic.load(path)
 
     def _repr_html_(self) -> str:
         return self.show()._repr_html_() + markup.lines(str(self))

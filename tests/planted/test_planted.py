@@ -290,13 +290,13 @@ BUGS: Final = {
     ),
     "a contribution read at two versions counts": Bug(
         "coordination/sync/aggregation.py",
-        "if len(set(versions.values())) > 1:",
+        "if len(set(versions)) > 1:",
         "if not versions:",
         f"{TRANSCRIPT}[sync/aggregation/several_ps]",
     ),
     "a contribution read at two versions is averaged": Bug(
         "coordination/sync/aggregation.py",
-        "if len(set(versions.values())) > 1:",
+        "if len(set(versions)) > 1:",
         "if not versions:",
         SYNCHRONOUS,
     ),

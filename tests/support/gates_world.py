@@ -162,7 +162,7 @@ class World:
                 case Drop(step):
                     self.kept[shard].discard(step)
                 case Tell(step, version, slot):
-                    event_ = Contributed(self.names[shard], step, version, slot)
+                    event_ = Contributed(self.names[shard], (step,), version, (slot,))
                     self.post(me, "arbiter", partial(self.tell, event_))
                 case TellLater():
                     self.post(me, f"{me}'s timer", partial(self.gate, shard, TellDue()))

@@ -21,6 +21,7 @@ for each variable alone, so that one step may mix sets of replicas.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeAlias, final
 
 from jgraph.coordination.data.slots import Lease
@@ -35,12 +36,12 @@ Step: TypeAlias = tuple[str, int]
 @final
 @dataclass(frozen=True, slots=True)
 class Contributed:
-    """A ps has what a step contributed; the step had been let in at ``version``."""
+    """A ps has what steps contributed, each for a slot; all let in at ``version``."""
 
     shard: TaskName
-    step: Step
+    steps: tuple[Step, ...]
     version: int
-    slot: int
+    slots: tuple[int, ...]
 
 
 @final
@@ -177,6 +178,23 @@ class End:
 Instruction: TypeAlias = Decide | Void | DealData | Halt | End
 
 
+def contributions(
+    shard: TaskName, news: Iterable[tuple[Step, int, int]]
+) -> list[Contributed]:
+    """Returns the events of what a ps tells: steps with their versions and slots.
+
+    Example:
+      >>> news = [(("a", 1), 5, 0), (("b", 1), 5, 1), (("a", 2), 6, 2)]
+      >>> [(e.version, e.slots) for e in contributions(TaskName("ps"), news)]
+      [(5, (0, 1)), (6, (2,))]
+    """
+    events = []
+    for version, some in groupby(news, key=lambda one: one[1]):
+        steps, _, slots = zip(*some, strict=True)
+        events.append(Contributed(shard, steps, version, slots))
+    return events
+
+
 @final
 class Arbiter:
     """State machine that decides what each update is the mean of.
@@ -199,7 +217,7 @@ class Arbiter:
       >>> arbiter = Arbiter([ps], {"w0": worker}, data, wanted=1, version=0, steps=1)
       >>> arbiter.handle(DataAsked("w0", batches=1))[0].leases
       (Lease(epoch=0, slot=0, first=0, batches=1),)
-      >>> arbiter.handle(Contributed(ps, ("w0", 1), version=0, slot=0))
+      >>> arbiter.handle(Contributed(ps, (("w0", 1),), version=0, slots=(0,)))
       [Decide(version=0, steps=(('w0', 1),))]
       >>> arbiter.handle(Applied())
       [End(state='done', error=None)]
@@ -229,8 +247,9 @@ class Arbiter:
         self._unsupervised = False
         self._stopping = ""
         self._over = False
-        # Contributions that some ps have, and those that all have: slot -> step.
-        self._partial: dict[Step, dict[TaskName, int]] = {}
+        # Contributions that not all ps have yet, with the version: of each ps its own,
+        # so that sets are compared and not steps. Those that all have: slot -> step.
+        self._news: dict[TaskName, dict[Step, int]] = {s: {} for s in self._shards}
         self._whole: defaultdict[int, dict[int, Step]] = defaultdict(dict)
         self._chosen: list[int] = []  # places of the batches of the newest update
         self.dropped: Counter[str] = Counter()
@@ -296,8 +315,9 @@ class Arbiter:
         if replica not in self._alive:
             return []
         self._alive.remove(replica)
-        for step in [s for s in self._partial if s[0] == replica]:
-            del self._partial[step]
+        for news in self._news.values():
+            for step in [s for s in news if s[0] == replica]:
+                del news[step]
         computed = {
             slot
             for whole in self._whole.values()
@@ -308,22 +328,30 @@ class Arbiter:
         return [] if error is None else self._finish("failed", error)
 
     def _take(self, event: Contributed) -> list[Instruction]:
-        step = event.step
-        if not self._data.holds(step[0], event.slot):
-            return []  # another computes it now, as this one seemed lost
-        versions = self._partial.setdefault(step, {})
-        versions[event.shard] = event.version
-        if len(versions) < len(self._shards):
-            return []
-        del self._partial[step]
-        if len(set(versions.values())) > 1:
-            self._drop(event.slot, step)
-            return [Void(step)]
-        if event.version < self._version + self._applying:
-            self._drop(event.slot, step)
-        else:
-            self._whole[event.version].setdefault(event.slot, step)
-        return []
+        if event.shard not in self._news:
+            return []  # it keeps no contributions of this run
+        self._news[event.shard].update(dict.fromkeys(event.steps, event.version))
+        there = set(event.steps)
+        for news in sorted(self._news.values(), key=len):
+            there = there.intersection(news)
+            if not there:
+                return []  # most often found at once: a ps that has told nothing yet
+        whole = [
+            (s, n) for s, n in zip(event.steps, event.slots, strict=True) if s in there
+        ]
+        each = [[news.pop(step) for step, _ in whole] for news in self._news.values()]
+        said: list[Instruction] = []
+        for (step, slot), versions in zip(whole, zip(*each, strict=True), strict=True):
+            if not self._data.holds(step[0], slot):
+                continue  # another computes it now, as this one seemed lost
+            if len(set(versions)) > 1:
+                self._drop(slot, step)
+                said.append(Void(step))
+            elif event.version < self._version + self._applying:
+                self._drop(slot, step)
+            else:
+                self._whole[event.version].setdefault(slot, step)
+        return said
 
     def _drop(self, slot: int, step: Step) -> None:
         self.dropped[step[0]] += 1

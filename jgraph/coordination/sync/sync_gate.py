@@ -5,10 +5,13 @@ as many as the last update took, so those that come earlier wait for them, or a 
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Final, TypeAlias, final
 
 from jgraph.coordination.sync.aggregation import Step
 from jgraph.errors import JGError
+
+TELL_S: Final = 0.02
+"""How long a contribution waits to be told with others."""
 
 
 @final
@@ -168,10 +171,9 @@ class SyncGate:
         self._waiting: dict[Step, None] = {}
         self._inside: dict[Step, int] = {}
         self._contributed: dict[str, int] = {}
-        # Of this version: what is kept, what of it is untold, and whether some is told.
+        # Of this version: what is kept, and what of it is untold.
         self._kept: set[Step] = set()
         self._untold: list[Tell] = []
-        self._has_told = False
         self._enough = 1
 
     def handle(self, event: Event) -> list[Instruction]:
@@ -234,13 +236,13 @@ class SyncGate:
             return [news]
         self._kept.add(step)
         self._untold.append(news)
-        if self._has_told or len(self._kept) >= self._enough:
+        if len(self._kept) >= self._enough:
             return [Keep(step), *self._flush()]
         return [Keep(step), TellLater()] if len(self._untold) == 1 else [Keep(step)]
 
     def _choose(self, steps: tuple[Step, ...]) -> list[Instruction]:
         untold = self._flush()
-        self._deciding, self._has_told = True, False
+        self._deciding = True
         self._enough = len(steps)
         self._kept.clear()
         return [*untold, Choose(steps)]
@@ -254,5 +256,4 @@ class SyncGate:
     def _flush(self) -> list[Tell]:
         """Returns all that was not told yet."""
         untold, self._untold = self._untold, []
-        self._has_told = self._has_told or bool(untold)
         return untold

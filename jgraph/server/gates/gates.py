@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, TypeAlias, final
 
 from jgraph.clock import Clock, SystemClock
 from jgraph.coordination.sync.admission import Admission, LetIn, StepAsked, StepEnded
-from jgraph.coordination.sync.aggregation import Contributed
+from jgraph.coordination.sync.aggregation import Contributed, contributions
 from jgraph.coordination.sync.sync_gate import Tell
 from jgraph.errors import JGError, MalformedMessageError, TaskLostError
 from jgraph.graph.ir import TaskName
@@ -185,11 +185,9 @@ class Gates:
         name, gate = event.gate, self._opened.get(event.gate)
         match event.WhichOneof("kind"), gate:
             case "contributed", _:
-                for one in event.contributed.contributions:
-                    contributed = Contributed(
-                        src, _step(one.step), one.version, one.slot
-                    )
-                    self._hear(name, contributed)
+                each = event.contributed.contributions
+                news = [(_step(one.step), one.version, one.slot) for one in each]
+                self._hear(name, src, news)
             case "ended", _:
                 self._ended(name, _step(event.ended), src)
             case "decided", SyncGateShell():
@@ -241,9 +239,8 @@ class Gates:
     def _contributed(self, name: str, news: Sequence[Tell]) -> None:
         arbiter_task = self._shards[name][0]
         if arbiter_task == self._task:
-            for one in news:
-                event = Contributed(self._task, one.step, one.version, one.slot)
-                self._hear(name, event)
+            own = [(t.step, t.version, t.slot) for t in news]
+            self._hear(name, self._task, own)
             return
         each = [
             pb.Contribution(step=_step_id(t.step), version=t.version, slot=t.slot)
@@ -252,11 +249,14 @@ class Gates:
         body = pb.Contributions(contributions=each)
         self._post(arbiter_task, pb.GateEvent(gate=name, contributed=body))
 
-    def _hear(self, name: str, event: Contributed) -> None:
-        if name in self._arbiters:
-            self._arbiters[name].take(event)
-        else:
-            self._unheard[name].append(event)
+    def _hear(
+        self, name: str, shard: TaskName, news: Iterable[tuple[StepKey, int, int]]
+    ) -> None:
+        for event in contributions(shard, news):
+            if name in self._arbiters:
+                self._arbiters[name].take(event)
+            else:
+                self._unheard[name].append(event)
 
     # ------------------------------------------------------------ bounded staleness
 

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Final, Protocol, TypeAlias, final
+from typing import Protocol, TypeAlias, final
 
 from jgraph.clock import SystemClock
 from jgraph.coordination.sync.sync_gate import (
+    TELL_S,
     Choose,
     Closed,
     ContributionCame,
@@ -30,9 +31,6 @@ from jgraph.errors import InternalError, JGError
 from jgraph.runtime.gate import Contribution
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.server.gates.waits import Waits
-
-TELL_S: Final = 0.02
-"""How long a contribution waits to be told with others."""
 
 
 class Timer(Protocol):

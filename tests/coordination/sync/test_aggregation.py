@@ -31,7 +31,7 @@ def test_batches_of_an_update_that_was_not_applied_come_again() -> None:
     said: list[Instruction] = []
     for update, outcome in enumerate(outcomes):
         machine.handle(DataAsked("a", 1))
-        machine.handle(Contributed(ps, ("a", update), version=update, slot=update))
+        machine.handle(Contributed(ps, (("a", update),), update, slots=(update,)))
         said += machine.handle(outcome)
     assert said == [End("failed", error)]
     assert BatchOrder(plan).restored(data.state()) == (1, [])

@@ -150,7 +150,7 @@ def test_a_contribution_waits_a_moment_for_others_to_be_told_with() -> None:
                 if count == 1:
                     assert heard.empty()
             async with asyncio.timeout(10):
-                chosen = [(await heard.get()).step for _ in range(count)]
+                chosen = [(await heard.get()).steps[0] for _ in range(count)]
             gate.decided(tuple(chosen))
             gate.chosen()
             gate.applied()

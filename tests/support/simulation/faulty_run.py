@@ -9,8 +9,9 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from jgraph.coordination.data.slots import DEATHS, Lease
 from jgraph.coordination.run.recovery import ATTEMPTS
 from jgraph.graph.ir import TaskName
+from jgraph.testing.virtual_time import Simulation
 from tests.support.simulation.master import Master
-from tests.support.simulation.network import Network, Process, Simulation
+from tests.support.simulation.network import Network, Process
 from tests.support.simulation.tasks import Worker
 
 RUNS: Final = int(os.environ.get("JGRAPH_SIMULATIONS", "200"))

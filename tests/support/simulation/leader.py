@@ -107,7 +107,7 @@ class Leader:
     # ------------------------------------------------------------ what happens
 
     def contributed(self, src: TaskName, step: Step, version: int, slot: int) -> None:
-        self.take(aggregation.Contributed(src, step, version, slot))
+        self.take(aggregation.Contributed(src, (step,), version, (slot,)))
 
     def applied(self, version: int) -> None:
         """One ps has applied an update."""

@@ -5,9 +5,7 @@ next connection, and dropped where they were here already. That bookkeeping is t
 transport's own (``Inbound``, ``SentFrames``); simulated is what can go wrong.
 """
 
-import heapq
 import itertools
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,40 +18,11 @@ from jgraph.rpc.exchange.inbound import Inbound, InboundStream
 from jgraph.rpc.resumable.accepting import RETURN_S
 from jgraph.rpc.resumable.dialing import RESUME_POLL_S, RESUME_S
 from jgraph.rpc.resumable.numbers import ACK_FRAMES, SentFrames
+from jgraph.testing.virtual_time import Simulation
 
 Message: TypeAlias = tuple[Any, ...]
 KEEPALIVE_S: Final = 15.0
 _HELD_S: Final = 0.2
-
-
-class Simulation:
-    """What happens when; the same seed gives the same run.
-
-    Attributes:
-      now: virtual seconds.
-      trace: what happened, for comparing runs.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)
-        self.now = 0.0
-        self.trace: list[str] = []
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-
-    def later(self, seconds: float, act: Callable[[], None]) -> None:
-        """Calls ``act`` then."""
-        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), act))
-
-    def note(self, text: str) -> None:
-        """Adds to the trace."""
-        self.trace.append(f"{self.now:.6f} {text}")
-
-    def run(self, is_over: Callable[[], bool], until: float) -> None:
-        """Lets things happen."""
-        while not is_over() and self._events and self._events[0][0] <= until:
-            self.now, _, act = heapq.heappop(self._events)
-            act()
 
 
 @dataclass(eq=False)

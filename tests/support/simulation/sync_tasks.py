@@ -8,7 +8,7 @@ import numpy as np
 from jgraph.coordination.run.succession import MasterTerms
 from jgraph.coordination.sync import sync_gate
 from jgraph.coordination.sync.aggregation import Step
-from jgraph.coordination.sync.sync_gate import SyncGate
+from jgraph.coordination.sync.sync_gate import TELL_S, SyncGate
 from jgraph.errors import (
     CopyLostError,
     FencedError,
@@ -19,7 +19,6 @@ from jgraph.errors import (
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.replay import NodeRan
 from jgraph.runtime.store.change_log import Recorder
-from jgraph.server.gates.sync_gate import TELL_S
 from tests.support.simulation.kept import DUE, History, Kept, as_arrays
 from tests.support.simulation.leader import NEVER, Leader
 from tests.support.simulation.network import Message

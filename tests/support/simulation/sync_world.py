@@ -21,12 +21,13 @@ from jgraph.coordination.run.recovery import GoBack, Recoveries
 from jgraph.coordination.run.same_version import Ask, Differ, meet
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.replay import Record
+from jgraph.testing.virtual_time import Simulation
 from jgraph.train.state.durability import Durability
 from tests.support.simulation.faulty_run import REJOIN_S, FaultyRun
 from tests.support.simulation.kept import History, Kept, as_arrays
 from tests.support.simulation.leader import NEVER, Leader, Order, Told
 from tests.support.simulation.master import Master
-from tests.support.simulation.network import Network, Simulation
+from tests.support.simulation.network import Network
 from tests.support.simulation.sync_tasks import GatedShard, loop_name
 from tests.support.simulation.tasks import Worker
 

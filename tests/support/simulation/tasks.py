@@ -24,7 +24,8 @@ from jgraph.coordination.step.replica_loop import (
 )
 from jgraph.errors import FencedError, TaskLostError
 from jgraph.graph.ir import TaskName
-from tests.support.simulation.network import Message, Network, Process, Simulation
+from jgraph.testing.virtual_time import Simulation
+from tests.support.simulation.network import Message, Network, Process
 
 if TYPE_CHECKING:
     from tests.support.simulation.world import World

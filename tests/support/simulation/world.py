@@ -16,9 +16,10 @@ from jgraph.coordination.data.dispatch import Dispatch
 from jgraph.coordination.data.slots import Lease, Part, SlotPlan
 from jgraph.coordination.run.recovery import GoBack, Recoveries
 from jgraph.graph.ir import TaskName
+from jgraph.testing.virtual_time import Simulation
 from tests.support.simulation.faulty_run import REJOIN_S, FaultyRun
 from tests.support.simulation.master import LEASE_S, Master
-from tests.support.simulation.network import Network, Simulation
+from tests.support.simulation.network import Network
 from tests.support.simulation.tasks import Shard, Worker
 
 

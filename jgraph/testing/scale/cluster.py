@@ -1,0 +1,248 @@
+"""Cluster in virtual time: workers, and groups of ps that have equal shares of a step.
+
+Ps that send and store as many bytes as each other do the same at the same time, so a
+group of them is simulated once: a message to a group stands for one to each.
+"""
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias, final
+
+from jgraph.graph.device import is_ps
+from jgraph.graph.ir import TaskName
+from jgraph.plan.placement.spread import assign_largest_first
+from jgraph.plan.traffic import StepTraffic
+from jgraph.testing.scale.computing import Computing
+from jgraph.testing.scale.costs import Costs
+from jgraph.testing.scale.queues import Act, OwnHost, Pipe, Processor, SharedHost
+from jgraph.testing.virtual_time import Simulation
+
+Work: TypeAlias = tuple[float, Act]
+"""How long a task works, and what it then does."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Bytes of one ps: read from it by a step, written to it, and stored there."""
+
+    read: int
+    written: int
+    stored: int
+
+
+def shares_of(step: StepTraffic, ps: int) -> list[Share]:
+    """Returns what each of so many ps has of a step; those that have nothing left out.
+
+    As many as in the plan have what the plan says. Else its variables are spread anew,
+    the largest first, and each brings its part of the bytes that are read and written.
+
+    Example:
+      >>> from jgraph.plan.traffic import Held, Message
+      >>> one, worker = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
+      >>> held = Held("a", one, 30), Held("b", one, 10)
+      >>> sent = Message(one, worker, 40), Message(worker, one, 80)
+      >>> shares_of(StepTraffic("step", worker, held, sent, {}), ps=2)
+      [Share(read=30, written=60, stored=30), Share(read=10, written=20, stored=10)]
+    """
+    tasks = sorted({v.task for v in step.on_ps})
+    read, written, stored = (Counter[str]() for _ in range(3))
+    if len(tasks) == ps:
+        for variable in step.on_ps:
+            stored[variable.task] += variable.nbytes
+        for m in step.messages:
+            if is_ps(m.src) != is_ps(m.dst):
+                (read if is_ps(m.src) else written)[
+                    m.src if is_ps(m.src) else m.dst
+                ] += m.nbytes
+    else:
+        tasks = [TaskName(f"/job:ps/task:{n}") for n in range(ps)]
+        sizes = {str(n): v.nbytes for n, v in enumerate(step.on_ps)}
+        load = dict.fromkeys(tasks, 0)
+        assign_largest_first(sizes, tasks, load)
+        total = max(1, sum(load.values()))
+        for task, nbytes in load.items():
+            stored[task] = nbytes
+            read[task] = round(step.read * nbytes / total)
+            written[task] = round(step.written * nbytes / total)
+    return [Share(read[t], written[t], stored[t]) for t in tasks if stored[t]]
+
+
+@final
+@dataclass(eq=False, slots=True)
+class PsGroup:
+    """Ps with equal shares; ``into`` and ``out`` are the network of each of them."""
+
+    members: tuple[TaskName, ...]
+    share: Share
+    processor: Processor
+    into: Pipe
+    out: Pipe
+
+    @property
+    def weight(self) -> int:
+        """How many there are."""
+        return len(self.members)
+
+
+@final
+@dataclass(eq=False, slots=True)
+class SimulatedWorker:
+    """A worker: how far it is.
+
+    Attributes:
+      name: handle of its program.
+      task: its name.
+      ready: numbers of the batches that it holds and has not begun.
+      step: number of the step under way, or next.
+      missing: groups that its step waits for.
+      ended: seconds of the ends of its steps.
+    """
+
+    number: int
+    name: str
+    task: TaskName
+    processor: Processor
+    chance: random.Random
+    ready: list[int] = field(default_factory=list)
+    step: int = 0
+    missing: int = 0
+    is_asking: bool = False
+    is_idle: bool = True
+    is_over: bool = False
+    done: int = 0
+    ended: list[float] = field(default_factory=list)
+
+
+@final
+class SimulatedCluster:
+    """Workers, groups of ps, and what passes between them.
+
+    Args:
+      sim: time.
+      costs: as calibrated.
+      shares: of each ps; the first one decides.
+      workers: how many.
+      computing: their times.
+      seed: of chance.
+      shared: all tasks are on one host with so many cores; None: each has its own, and
+        a network of its own.
+
+    Attributes:
+      groups: the ps; the first is a group of one, the one that decides.
+    """
+
+    def __init__(
+        self,
+        sim: Simulation,
+        costs: Costs,
+        shares: Sequence[Share],
+        workers: int,
+        computing: Computing,
+        seed: int,
+        shared: float | None = None,
+    ) -> None:
+        self.sim, self.costs, self.computing = sim, costs, computing
+        host = None if shared is None else SharedHost(sim, shared)
+        make = partial(OwnHost, sim) if host is None else host.task
+        rate = costs.link.bytes_per_s if host is None else float("inf")
+        self.read = sum(share.read for share in shares)
+        self.written = sum(share.written for share in shares)
+        first, *others = shares
+        alike = [(first, 1), *Counter(others).items()]
+        names = iter(TaskName(f"/job:ps/task:{n}") for n in range(len(shares)))
+        self.groups = [
+            PsGroup(
+                tuple(next(names) for _ in range(count)),
+                share,
+                make(),
+                # What a worker's own network leaves for one of the ps that it talks to.
+                Pipe(sim, rate, _part(rate, share.written, self.written)),
+                Pipe(sim, rate, _part(rate, share.read, self.read)),
+            )
+            for share, count in alike
+        ]
+        self.ps = len(shares)
+        self.workers = [
+            SimulatedWorker(
+                n,
+                f"w{n}",
+                TaskName(f"/job:worker/task:{n}"),
+                make(),
+                random.Random(f"{seed}/{n}"),  # noqa: S311
+            )
+            for n in range(workers)
+        ]
+
+    @property
+    def leader(self) -> PsGroup:
+        """The ps that decides."""
+        return self.groups[0]
+
+    def post(self, to: Processor, seconds: float, then: Act) -> None:
+        """Sends a small frame that costs its receiver so much."""
+        self.sim.later(self.costs.link.latency_s, partial(to.run, seconds, then))
+
+    # ------------------------------------------------------------ steps of workers
+
+    def send_values(
+        self, group: PsGroup, worker: SimulatedWorker, cost_s: float, then: Act
+    ) -> None:
+        """Lets a ps send what a step reads; ``then`` when the last of all ps has."""
+        arrived = partial(self._values_came, group, worker, then)
+        leave = partial(group.out.send, group.share.read, arrived)
+        group.processor.run(cost_s, leave)
+
+    def _values_came(self, group: PsGroup, worker: SimulatedWorker, then: Act) -> None:
+        costs = self.costs
+        each = costs.worker_ps_s / 2 + group.share.read * costs.worker_byte_s
+        here = partial(self._group_came, worker, then)
+        self.post(worker.processor, group.weight * each, here)
+
+    def _group_came(self, worker: SimulatedWorker, then: Act) -> None:
+        worker.missing -= 1
+        if not worker.missing:
+            seconds = self.computing.draw(worker.chance, worker.number)
+            computed = partial(self.sim.later, seconds, then)
+            worker.processor.run(self.costs.worker_step_s / 2, computed)
+
+    def push(self, worker: SimulatedWorker, came: dict[PsGroup, Work]) -> None:
+        """Sends what a step computed; each ps then works so long, and acts."""
+        costs = self.costs
+        seconds = costs.worker_step_s / 2 + self.written * costs.worker_byte_s
+        seconds += self.ps * costs.worker_ps_s / 2
+        worker.processor.run(seconds, partial(self._pushed, came))
+
+    def _pushed(self, came: dict[PsGroup, Work]) -> None:
+        for group, (seconds, act) in came.items():
+            arrived = partial(self.post, group.processor, seconds, act)
+            group.into.send(group.share.written, arrived)
+
+    # ------------------------------------------------------------ sums
+
+    def ledger(self) -> dict[str, float]:
+        """Returns bytes sent and arrived, over all ps."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for group in self.groups:
+            for name, pipe in (("to ps", group.into), ("from ps", group.out)):
+                found[f"sent {name}"] += group.weight * pipe.sent
+                found[f"arrived {name}"] += group.weight * pipe.arrived
+        return dict(found)
+
+    def busy(self, seconds: float) -> dict[str, float]:
+        """Returns the share of the time that the busiest of each kind was at work."""
+        others = [g.processor.busy_s for g in self.groups[1:]]
+        pipes = [p.busy_s for g in self.groups for p in (g.into, g.out)]
+        return {
+            "first ps": self.leader.processor.busy_s / seconds,
+            "other ps": max(others, default=0.0) / seconds,
+            "worker": max(w.processor.busy_s for w in self.workers) / seconds,
+            "network of a ps": max(pipes) / seconds,
+        }
+
+
+def _part(rate: float, nbytes: int, total: int) -> float:
+    return rate if not nbytes or rate == float("inf") else rate * nbytes / total
