@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -123,7 +124,7 @@ class Pipe:
 
     Args:
       sim: time.
-      bytes_per_s: of the ps.
+      bytes_per_s: of the ps; infinite on one host.
       most: of one flow.
 
     Attributes:
@@ -154,11 +155,12 @@ class Pipe:
 
     def send(self, nbytes: float, then: Act) -> None:
         """Sends bytes; calls ``then`` when all are there."""
-        if not nbytes:
+        self.sent += nbytes
+        if not nbytes or math.isinf(self._rate):
+            self.arrived += nbytes
             self._sim.later(0.0, then)
             return
         self._advance()
-        self.sent += nbytes
         flow = self._moved + nbytes, next(self._numbers), nbytes, then
         heapq.heappush(self._flows, flow)
         self._plan()

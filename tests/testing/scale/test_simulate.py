@@ -133,6 +133,21 @@ def test_a_ps_tells_of_workers_that_come_one_after_the_other_in_few_frames() -> 
     assert later <= 3 * (spread_s / 0.02 + 2)
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_tasks_of_one_host_take_the_cores_that_there_are(mode: Any) -> None:
+    """Of two cores they make no more steps than the CPU time of all allows."""
+
+    def rate(workers: int, cores: float) -> float:
+        return simulate(
+            dense_step(1_000_000), workers=workers, ps=1, mode=mode, cores=cores
+        ).steps_per_s
+
+    one = rate(1, 100)
+    assert rate(8, 100) > 1.5 * one
+    assert rate(8, 1) < 1.05 * one
+    assert rate(8, 2) == pytest.approx(2 * rate(8, 1), rel=0.3)
+
+
 def test_more_ps_than_variables_is_told() -> None:
     found = simulate(dense_step(100, variables=2), workers=1, ps=5, steps=2)
     assert found.ps == 2
