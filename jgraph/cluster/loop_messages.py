@@ -171,7 +171,6 @@ class LoopReport:
       number: of this report of its loop, from 1.
       loop: of a detached run: the name of the loop.
       handle: of the program of a loop that begins.
-      sent_s: when it was sent, since the loop began, by the clock of its task.
       began_s: how much later than its order the loop began, as far as is known: the
         times of its steps are since the order.
       data_done: batches done since the loop began.
@@ -195,7 +194,6 @@ class LoopReport:
     number: int = 0
     loop: str = ""
     handle: str = ""
-    sent_s: float = 0.0
     began_s: float = 0.0
     data_done: int = 0
     halted: int = 0
@@ -237,7 +235,6 @@ def _report(replica: int, task: TaskName, message: Frame) -> LoopReport:
         number=body.restored.number or body.number,
         loop=body.loop,
         handle=body.handle,
-        sent_s=body.seconds,
         data_done=body.data_done,
         halted=body.halted,
         in_flight=body.in_flight,

@@ -106,7 +106,6 @@ class Dataflow:
     feeds: tuple[Feed, ...]
     fetches: tuple[str, ...]
     stamps: tuple[DeviceSpec, ...]
-    in_tree: Any
     out_tree: Any
     name: str = "step"
     logical: tuple[VariableSpec, ...] = ()

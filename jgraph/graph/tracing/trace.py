@@ -96,7 +96,6 @@ def trace(
         feeds=feeds,
         fetches=traced.fetches,
         stamps=flat.stamps,
-        in_tree=in_tree,
         out_tree=traced.out_tree,
         name=title,
     )

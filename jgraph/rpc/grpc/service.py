@@ -196,9 +196,7 @@ class Service:
         finally:
             self._running.discard(task)
 
-    def _decoder(
-        self, admit: Admit | None = None, announced: Announced | None = None
-    ) -> Decoder:
+    def _decoder(self, admit: Admit, announced: Announced) -> Decoder:
         return Decoder(
             max_frame_bytes=self._max_frame_bytes,
             take=self._buffers.take,
