@@ -125,14 +125,16 @@ def drain(
     """
     from jgraph.client.inspect import inspecting
     from jgraph.clock import SystemClock
+    from jgraph.cluster.polling import Polling
 
-    where, clock, pause = target_of(target, name), SystemClock(), threading.Event()
+    where, clock = target_of(target, name), SystemClock()
     files = {"tls": tls_dir, "token_file": token_file}
     with inspecting(where, timeout_s=min(10.0, timeout), **files) as visit:
         began = clock.now()
         gone = visit.drain(task, grace)
-        while not gone() and clock.now() - began < timeout:
-            pause.wait(_LOOK_EVERY_S)
+        polling = Polling(_LOOK_EVERY_S, timeout, clock)
+        while not gone() and polling.wait():
+            pass
         seconds, ended = round(clock.now() - began, 3), gone()
     facts = {"task": task, "ended": ended, "seconds": seconds}
     text = (

@@ -15,6 +15,9 @@ CLIENT_S = 10.0
 COMPILE_S = 300.0
 """For registering a program: XLA may compile for minutes."""
 
+REPLAY_S = 3600.0
+"""For reading a change log: it may have as many updates as it has room for."""
+
 _SLOWEST_BYTES_PER_S = 20e6
 _MOST_S = 1e8  # gRPC cannot count 292 years, and then takes no time at all
 

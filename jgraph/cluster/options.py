@@ -97,10 +97,10 @@ def reset_order(containers: Sequence[str]) -> Frame:
     Raises:
       ConfigError: one is not a name.
     """
-    for given in containers:
-        if not isinstance(given, str):
+    for name in containers:
+        if not isinstance(name, str):
             raise ConfigError(
-                f"reset takes names of containers, and {given!r} is not one; write "
+                f"reset takes names of containers, and {name!r} is not one; write "
                 "reset('a', 'b'), or reset() for all of them"
             )
     return frame(reset=pb.Reset(containers=containers))

@@ -39,38 +39,38 @@ class Metric:
 
 def _of_tasks(key: str) -> Callable[[View], Iterator[Sample]]:
     def samples(view: View) -> Iterator[Sample]:
-        for task, told in view["tasks"].items():
-            if isinstance(told.get(key), int | float):
-                yield (task,), told[key]
+        for task, facts in view["tasks"].items():
+            if isinstance(facts.get(key), int | float):
+                yield (task,), facts[key]
 
     return samples
 
 
 def _of_runs(key: str) -> Callable[[View], Iterator[Sample]]:
     def samples(view: View) -> Iterator[Sample]:
-        for run, told in view["runs"].items():
-            if told.get("state") == "running" and isinstance(
-                told.get(key), int | float
+        for run, facts in view["runs"].items():
+            if facts.get("state") == "running" and isinstance(
+                facts.get(key), int | float
             ):
-                yield (run,), told[key]
+                yield (run,), facts[key]
 
     return samples
 
 
 def _info(view: View) -> Iterator[Sample]:
-    for task, told in view["tasks"].items():
+    for task, facts in view["tasks"].items():
         names = ("platform", "jax", "jgraph", "incarnation")
-        yield (task, *(str(told.get(name) or "") for name in names)), 1.0
+        yield (task, *(str(facts.get(name) or "") for name in names)), 1.0
 
 
 def _up(view: View) -> Iterator[Sample]:
-    for task, told in view["tasks"].items():
-        yield (task,), float(not told["missed"] and not view["silent"])
+    for task, facts in view["tasks"].items():
+        yield (task,), float(not facts["missed"] and not view["silent"])
 
 
 def _busy(view: View) -> Iterator[Sample]:
-    for task, told in view["tasks"].items():
-        for kind, seconds in told["busy_s"].items():
+    for task, facts in view["tasks"].items():
+        for kind, seconds in facts["busy_s"].items():
             yield (task, kind), seconds
 
 
@@ -109,35 +109,35 @@ def _gates(key: str) -> Callable[[View], Iterator[Sample]]:
 
 
 def _run_metrics(view: View) -> Iterator[Sample]:
-    for run, told in view["runs"].items():
-        if told.get("state") == "running":
-            for name, value in told["metrics"].items():
+    for run, facts in view["runs"].items():
+        if facts.get("state") == "running":
+            for name, value in facts["metrics"].items():
                 if value is not None:
                     yield (run, name), value
 
 
 def _parts(view: View) -> Iterator[Sample]:
-    for run, worker, told in _workers(view):
-        for part, seconds in told["parts"].items():
+    for run, worker, facts in _workers(view):
+        for part, seconds in facts["parts"].items():
             yield (run, worker, part), seconds
 
 
 def _quantiles(view: View) -> Iterator[Sample]:
-    for run, worker, told in _workers(view):
-        for share, milliseconds in told["step_ms"].items():
+    for run, worker, facts in _workers(view):
+        for share, milliseconds in facts["step_ms"].items():
             quantile = f"{int(share[1:]) / 100:g}"
             yield (run, worker, quantile), milliseconds / 1000
 
 
 def _dropped(view: View) -> Iterator[Sample]:
-    for run, worker, told in _workers(view):
-        yield (run, worker), told["dropped"]
+    for run, worker, facts in _workers(view):
+        yield (run, worker), facts["dropped"]
 
 
 def _workers(view: View) -> Iterator[tuple[str, str, View]]:
-    for run, told in view["runs"].items():
-        if told.get("state") == "running":
-            for worker, row in told["workers"].items():
+    for run, facts in view["runs"].items():
+        if facts.get("state") == "running":
+            for worker, row in facts["workers"].items():
                 yield run, worker, row
 
 

@@ -3,16 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jgraph.cluster.deadlines import bulk_timeout_s
+from jgraph.cluster.deadlines import REPLAY_S, bulk_timeout_s
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 
 if TYPE_CHECKING:
     from jgraph.client.cluster import Cluster
-
-_REPLAY_S = 3600.0
-"""A log may have as many updates as it has room for; their number is not known here."""
 
 
 def take_records(
@@ -36,7 +33,7 @@ def take_records(
     cluster.call(
         "TakeRecords",
         frame(take_records=order),
-        timeout_s=bulk_timeout_s(0) if src != dst else _REPLAY_S,
+        timeout_s=bulk_timeout_s(0) if src != dst else REPLAY_S,
         to=cluster.spec.address(dst),
     )
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import final
 
-from jgraph.cluster.deadlines import COMPILE_S, bulk_timeout_s
+from jgraph.cluster.deadlines import COMPILE_S, REPLAY_S, bulk_timeout_s
 from jgraph.coordination.run.same_version import Ask, Differ, meet
 from jgraph.errors import CopyLostError, JGError
 from jgraph.graph.ir import TaskName
@@ -27,8 +27,6 @@ from jgraph.server.runs.ps_setup import container_of, first_step_of
 from jgraph.server.runs.worker_setup import WorkerSetup
 
 _LOG = logging.getLogger("jgraph.recover")
-_REPLAY_S = 3600.0
-"""A log may have as many updates as it has room for; their number is not known here."""
 
 
 @final
@@ -159,7 +157,7 @@ class RunCopies:
     async def _kept(self, one: pb.RunCopy) -> range:
         """Ends a copy, or reads a log; returns the versions that it can have."""
         if not one.backup:
-            await self._follow(one, TaskName(one.task), _REPLAY_S)
+            await self._follow(one, TaskName(one.task), REPLAY_S)
         return await self._end(one)
 
     async def _end(self, one: pb.RunCopy, version: int | None = None) -> range:
