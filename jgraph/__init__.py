@@ -55,12 +55,8 @@ if TYPE_CHECKING:
     from jgraph.train.hash_tables.hash_table import HashTable
     from jgraph.train.pipeline.pipeline import Pipeline
     from jgraph.train.pipeline.towers import towers
-    from jgraph.train.run.callbacks import (
-        EarlyStopping,
-        NanGuard,
-        StopAtStep,
-        TensorBoard,
-    )
+    from jgraph.train.run.callbacks import EarlyStopping, NanGuard, StopAtStep
+    from jgraph.train.run.trackers import MLflow, TensorBoard, WandB
     from jgraph.train.strategies.async_runner import AsyncPS
     from jgraph.train.strategies.local import Local
     from jgraph.train.strategies.sync_runner import SyncPS
@@ -86,6 +82,7 @@ _HOMES = {
     "JGError": "jgraph.errors",
     "Local": "jgraph.train.strategies.local",
     "LocalCluster": "jgraph.launch.local.cluster",
+    "MLflow": "jgraph.train.run.trackers",
     "ModelServer": "jgraph.serving.model_server",
     "NanGuard": "jgraph.train.run.callbacks",
     "Pipeline": "jgraph.train.pipeline.pipeline",
@@ -96,10 +93,11 @@ _HOMES = {
     "Source": "jgraph.train.data.source",
     "StopAtStep": "jgraph.train.run.callbacks",
     "SyncPS": "jgraph.train.strategies.sync_runner",
-    "TensorBoard": "jgraph.train.run.callbacks",
+    "TensorBoard": "jgraph.train.run.trackers",
     "TLS": "jgraph.rpc.security.tls",
     "Trainer": "jgraph.train.trainer",
     "Variable": "jgraph.graph.variable",
+    "WandB": "jgraph.train.run.trackers",
     "auto": "jgraph.client.placement.auto",
     "check": "jgraph.graph.check",
     "colocate_with": "jgraph.graph.variable",
@@ -139,6 +137,7 @@ __all__ = [
     "JGError",
     "Local",
     "LocalCluster",
+    "MLflow",
     "ModelServer",
     "NanGuard",
     "Pipeline",
@@ -152,6 +151,7 @@ __all__ = [
     "TensorBoard",
     "Trainer",
     "Variable",
+    "WandB",
     "__version__",
     "auto",
     "check",

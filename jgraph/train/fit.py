@@ -105,6 +105,7 @@ class Fit:
                 self._train_and_finish(start_s)
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = caught
+            self.run.fails(caught)
         runner, steps = attempt.runner, self.history.steps
         try:
             for callback in self.callbacks:

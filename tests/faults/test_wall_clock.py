@@ -35,6 +35,7 @@ DATES = {
     "fences whoever was taken for gone and was not",
     "serving/function_queue.py": "dates the last request",
     "train/checkpoint/checkpoint.py": "dates a checkpoint",
+    "train/run/trackers.py": "dates metrics of MLflow",
     "train/checkpoint/checkpoints.py": "dates a checkpoint",
     "train/export.py": "dates an exported model",
 }

@@ -1,13 +1,12 @@
-"""Callbacks for ``Trainer.fit``: early stopping, NaN guard, TensorBoard.
+"""Callbacks for ``Trainer.fit``: early stopping, NaN guard, end at a step.
 
 A callback is called as ``callback(run, report)`` twice a second or so; one that has a
 method ``close`` is closed when the run ends.
 """
 
 import math
-import os
 from collections.abc import Iterable
-from typing import Any, final
+from typing import final
 
 from jgraph.errors import ConfigError, NonFiniteError
 from jgraph.train.evaluation.evaluations import Copy
@@ -215,67 +214,3 @@ def check_evaluated(
                 f"{'never' if data else 'at its end only'}; give {data}eval_every=100, "
                 "or wait for a metric of the training, such as 'loss'"
             )
-
-
-@final
-class TensorBoard:
-    """Writes the metrics of a run as event files: ``tensorboard --logdir DIR``.
-
-    Training metrics under their names (means since the last report), evaluations as
-    ``eval_…``, ``steps_per_s``, and of each worker its steps per second, and the
-    staleness of most of its updates. Needs tensorboardX, and no TensorFlow:
-    ``pip install 'jgraph[tensorboard]'``.
-
-    Args:
-      directory: made if it is not there; another run may write to it too.
-
-    Raises:
-      ConfigError: tensorboardX is not installed.
-
-    Example:
-      ``trainer.fit(data, steps=1000, callbacks=[jg.TensorBoard("runs/mlp")])``
-
-      >>> TensorBoard("runs/mlp")
-      TensorBoard('runs/mlp')
-    """
-
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        try:
-            import tensorboardX
-        except ImportError as error:
-            raise ConfigError(
-                "TensorBoard needs tensorboardX to write event files; "
-                "pip install 'jgraph[tensorboard]'"
-            ) from error
-        self._make = tensorboardX.SummaryWriter
-        self._directory = os.fspath(directory)
-        self._writer: Any = None
-
-    def __call__(self, run: Run, report: Report) -> None:
-        """Writes a report."""
-        if self._writer is None:
-            self._writer = self._make(self._directory)
-        values = {**report.metrics, "steps_per_s": report.steps_per_s}
-        for worker in report.workers:
-            values[f"{worker.name}/steps_per_s"] = worker.steps_per_s
-            if worker.staleness:
-                ages = worker.staleness
-                values[f"{worker.name}/staleness"] = max(ages, key=lambda a: ages[a])
-        for name, value in values.items():
-            tag = name.lstrip("/").replace(":", "_")  # as it would be made anyway
-            self._writer.add_scalar(tag, value, report.step)
-        for name, value in (report.evaluation or {}).items():
-            self._writer.add_scalar(f"eval_{name}", value, report.evaluation_step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Ends the file; a later run begins another."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def __repr__(self) -> str:
-        return f"TensorBoard('{self._directory}')"
-
-    def _repr_html_(self) -> str:
-        return markup.lines(repr(self))

@@ -4,7 +4,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from jgraph.train.model.metrics import as_float64, is_complex
 from jgraph.train.run.plot import Curve, Panel, Plot, draw_plot
 from jgraph.train.run.profile import Profile, make_profile
 from jgraph.train.state.runner import Chunk, Events, Staleness
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @final
@@ -148,6 +151,34 @@ class History:
             key: np.concatenate([part[key] for part in parts if part])
             for key in ("step", "value", "seconds", "replica")
         }
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """Returns all metrics as a table of pandas; see ``Run.to_frame``."""
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise ConfigError("to_frame() needs pandas; pip install pandas") from error
+        trained, evaluated = [], []
+        for name in self.names:
+            found = self.metrics(name)
+            # A metric with several values has a list in each row.
+            values = found.pop("value")
+            of_steps = values if values.ndim == 1 else list(values)
+            column = pd.DataFrame({**found, name: of_steps})
+            if "replica" in found:
+                trained.append(column.set_index(["step", "seconds", "replica"]))
+            else:
+                column = column.drop(columns="seconds").drop_duplicates(
+                    "step", keep="last"
+                )
+                evaluated.append(column.set_index("step"))
+        if not trained:
+            return pd.DataFrame(columns=["step", "seconds", "replica"])
+        frame = pd.concat(trained, axis=1).reset_index()
+        if evaluated:
+            readings = pd.concat(evaluated, axis=1)
+            frame = frame.merge(readings, how="left", left_on="step", right_index=True)
+        return frame
 
     def profile(self) -> Profile:
         """Returns where the time of the steps went; see ``Run.profile``."""

@@ -21,6 +21,9 @@ from jgraph.train.run.report import Report
 from jgraph.train.state.runner import Events, Position, Staleness
 from jgraph.view import markup
 
+if TYPE_CHECKING:
+    import pandas
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,17 @@ class Run:
           ConfigError: no metric of that name.
         """
         return self._history.metrics(name)
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """Returns all metrics as a table of pandas: a row per step.
+
+        Columns are ``step``, ``seconds`` since the run began, ``replica``, and the
+        metrics. An evaluation is in the row of its step, and NaN elsewhere.
+
+        Raises:
+          ConfigError: pandas is not installed.
+        """
+        return self._history.to_frame()
 
     def dropped(self) -> dict[TaskName, int]:
         """Returns how many gradients of each worker came too late to count.
@@ -302,6 +316,11 @@ class Run:
         return self
 
     @property
+    def error(self) -> BaseException | None:
+        """What ends the run, or has ended it; None if no error does."""
+        return self._outcome.error
+
+    @property
     def last_report(self) -> Report | None:
         """How the run stood when it last reported."""
         return self._outcome.report
@@ -309,6 +328,10 @@ class Run:
     def report(self, report: Report) -> None:
         """Takes note of how the run stands. Called by the Trainer."""
         self._outcome.report = report
+
+    def fails(self, error: BaseException) -> None:
+        """Takes note of an error before hooks are told. Called by the Trainer."""
+        self._outcome.error = error
 
     def recovered(self, recovery: Recovery) -> None:
         """Takes note that the run went back. Called by the Trainer."""

@@ -14,10 +14,11 @@ from flax import nnx
 from tensorboardX.proto.event_pb2 import Event
 
 from jgraph.errors import ConfigError, NonFiniteError
-from jgraph.train.run.callbacks import EarlyStopping, NanGuard, StopAtStep, TensorBoard
+from jgraph.train.run.callbacks import EarlyStopping, NanGuard, StopAtStep
 from jgraph.train.run.report import Report
 from jgraph.train.run.run import Run
 from jgraph.train.run.standings import WorkerStanding
+from jgraph.train.run.trackers import TensorBoard
 from jgraph.train.trainer import Trainer
 from tests.support.models import BATCH, NnxMLP, data, nnx_loss
 
