@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from jgraph.train.run.callbacks import EarlyStopping, NanGuard, StopAtStep
     from jgraph.train.run.trackers import MLflow, TensorBoard, WandB
     from jgraph.train.strategies.async_runner import AsyncPS
+    from jgraph.train.strategies.elastic import Elastic
     from jgraph.train.strategies.local import Local
     from jgraph.train.strategies.sync_runner import SyncPS
     from jgraph.train.tables.bags import embedding_bag
@@ -69,6 +70,7 @@ _HOMES = {
     "NO_KEY": "jgraph.graph.rows.hash_keys",
     "Admission": "jgraph.graph.rows.hash_spec",
     "AsyncPS": "jgraph.train.strategies.async_runner",
+    "Elastic": "jgraph.train.strategies.elastic",
     "Checkpoints": "jgraph.train.checkpoint.checkpoints",
     "ClusterSpec": "jgraph.cluster.spec",
     "CostModel": "jgraph.plan.auto.cost_model",
@@ -129,6 +131,7 @@ __all__ = [
     "CostModel",
     "DeviceSpec",
     "EarlyStopping",
+    "Elastic",
     "ExportedModel",
     "Graph",
     "GreedyLoadBalancing",

@@ -19,6 +19,7 @@ PUBLIC = [
     "CostModel",
     "DeviceSpec",
     "EarlyStopping",
+    "Elastic",
     "ExportedModel",
     "Graph",
     "GreedyLoadBalancing",

@@ -25,6 +25,7 @@ from jgraph.errors import FeedError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.auto.cost_model import CostModel, Link, TaskSpeed
 from jgraph.train.checkpoint.flax_checkpoints import Imported
+from jgraph.train.run.members import RunMember, RunMembers
 from jgraph.train.run.notebook import CellView
 from jgraph.train.run.report import Report
 from jgraph.train.run.standings import WorkerStanding
@@ -83,6 +84,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         "CostModel": measured,
         "DeviceSpec": jg.DeviceSpec.from_string("/job:ps/task:0"),
         "Graph": graph,
+        "Elastic": jg.Elastic(workers=(1, 4)),
+        "Run.members": RunMembers([RunMember(TaskName(EVIL), EVIL, 0.0, 3, 1.0)]),
         "EarlyStopping": jg.EarlyStopping(EVIL),
         "NanGuard": jg.NanGuard(),
         "StopAtStep": jg.StopAtStep(10),
@@ -177,7 +180,7 @@ NO_OBJECTS = {
 SHOWN = [
     *sorted(set(jg.__all__) - NO_OBJECTS.keys()),
     *("Session.make_callable", "Session.run_metadata", "Session.plan", "Run"),
-    *("Run.profile", "Trainer.plan", "Cluster.status", "Cluster.events"),
+    *("Run.members", "Run.profile", "Trainer.plan", "Cluster.status", "Cluster.events"),
     *(
         "Cluster.dashboard",
         "Cluster.runs",

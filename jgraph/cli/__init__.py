@@ -59,7 +59,8 @@ app = typer.Typer(
 )
 for command in (
     *(looking.version, clusters.doctor, hosts.server, hosts.certs),
-    *(clusters.up, clusters.down, clusters.status, clusters.top, dashboard.dashboard),
+    *(clusters.up, clusters.scale, clusters.down, clusters.status, clusters.top),
+    dashboard.dashboard,
     *(runs.runs, runs.events, tasks.logs, tasks.drain, looking.show, looking.demo),
     *(serving.export, serving.serve, serving.predict, simulation.simulate),
 ):

@@ -16,6 +16,7 @@ from jgraph.cli.options import (
     say,
     target_of,
 )
+from jgraph.clock import SystemClock
 
 
 def doctor(
@@ -131,6 +132,62 @@ def up(
         f"  its end:    jgraph down --name {name}",
         as_json=as_json,
     )
+
+
+def scale(
+    target: Target = None,
+    workers: Annotated[
+        str,
+        typer.Option(
+            help="How many workers there are to be, or a change: +1 starts one more, "
+            "-1 lets the last one leave."
+        ),
+    ] = "+1",
+    name: Name = "default",
+    timeout: Timeout = 60,
+    tls_dir: Certificates = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Change the number of workers while runs go on.
+
+    Those that join take part in runs that are elastic; those that leave hand over. More
+    can be started of a cluster that `jgraph up` holds on this machine; elsewhere each
+    host starts its own, with `jgraph server --join`.
+    """
+    from jgraph.client.cluster import connect
+    from jgraph.client.runs.scaling import scale_workers
+    from jgraph.errors import RescaleError
+    from jgraph.launch.local.daemon import start_workers
+
+    where, began = target_of(target, name), SystemClock()
+
+    def start(count: int) -> None:
+        if target is not None:
+            raise RescaleError(
+                f"{count} more workers cannot be started from here: {target} may be "
+                "held anywhere; start each on its host: jgraph server --job worker "
+                f"--join {target}"
+            )
+        start_workers(name, count)
+
+    since_s = began.now()
+    files = {"tls": tls_dir, "token_file": token_file}
+    with connect(where, timeout_s=timeout, **files) as cluster:
+        wanted = int(workers) if workers.isdecimal() else workers
+        there = scale_workers(
+            *(cluster, wanted, None),
+            start=start,
+            drain=cluster.leave,
+            ended=lambda tasks: None,
+            timeout_s=timeout,
+            wait=True,
+        )
+        arrangement = cluster.arrangement
+    seconds = round(began.now() - since_s, 3)
+    facts = {"workers": there, "arrangement": arrangement, "seconds": seconds}
+    text = f"{len(there)} workers after {seconds:.1f} s: {', '.join(there)}"
+    say(facts, text, as_json=as_json)
 
 
 def down(name: Name = "default", timeout: Timeout = 20, as_json: Json = False) -> None:

@@ -2,12 +2,17 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from jgraph.cli.options import Json, TokenFile, say
+
+if TYPE_CHECKING:
+    from jgraph.graph.device import TaskName
+    from jgraph.server.server import Server
 
 tokens = typer.Typer(help="Tokens of clusters.", no_args_is_help=True)
 
@@ -31,6 +36,26 @@ def server(
             "unset."
         ),
     ] = None,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            help="Join a cluster that is up, through any of its servers: "
+            "jgraph://host:port. The cluster gives this one its index."
+        ),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="With --join: name or address of this host for the others; the one "
+            "that it reaches them from if unset."
+        ),
+    ] = None,
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0, max=65535, help="With --join: port of the task; 0 takes a free one."
+        ),
+    ] = 0,
     bind: Annotated[
         str,
         typer.Option(
@@ -119,8 +144,74 @@ def server(
 ) -> None:
     """Serve one task of a cluster. SIGTERM drains it.
 
-    The exit code is 75 if another process took the place of this one.
+    With --join it becomes a new task of a cluster that is up, and leaves that when it
+    is drained. The exit code is 75 if another process took the place of this one.
     """
+    options: dict[str, Any] = {
+        "bind": bind,
+        "health_port": health_port,
+        "data_port": data_port,
+        "data_encryption": data_encryption,  # the server checks it
+        "token_file": token_file,
+        "insecure_i_accept": insecure_i_accept,
+        "max_request_bytes": max_request_bytes,
+        "overdue_s": overdue_s,
+    }
+    if join is not None:
+        _check_joins(job, task, cluster)
+        options["allow_sources"] = allow_source or ()
+        running = _joined(join, job or "worker", host, port, tls_dir, options)
+    else:
+        sources = allow_source or ()
+        running = _as_described(job, task, cluster, tls_dir, sources, options)
+    facts = {"task": running.task, "target": running.target, "pid": os.getpid()}
+    say(facts, f"{running.task} serves at {running.target}", as_json=as_json)
+    from jgraph.server.main import serve
+
+    orders = sys.stdin if end_with_input else None
+    if code := serve(running, orders, sigterm_code=sigterm_exit_code):
+        raise typer.Exit(code)
+
+
+def _check_joins(job: str | None, task: int | None, cluster: Path | None) -> None:
+    """Refuses what does not go with --join."""
+    from jgraph.errors import ConfigError
+
+    if task is not None or cluster is not None:
+        given = "--task" if task is not None else "--cluster"
+        raise ConfigError(
+            f"--join does not go with {given}: the cluster that is joined says which "
+            f"task this is; write jgraph server --job {job or 'worker'} --join ADDRESS"
+        )
+
+
+def _joined(
+    target: str,
+    job: str,
+    host: str | None,
+    port: int,
+    tls: Path | None,
+    options: dict[str, Any],
+) -> "Server":
+    """Returns a server that has joined a cluster."""
+    from jgraph.server.main import configure_logging
+    from jgraph.server.members.joining import join_cluster
+    from jgraph.server.process_setup import set_up_process
+
+    set_up_process()
+    configure_logging()
+    return join_cluster(target, job, host=host, port=port, tls=tls, **options)
+
+
+def _as_described(
+    job: str | None,
+    task: int | None,
+    cluster: Path | None,
+    tls_dir: Path | None,
+    allow_source: Sequence[str],
+    options: dict[str, Any],
+) -> "Server":
+    """Returns a server of a task that the description of a cluster has."""
     from jgraph.cluster.spec import ClusterSpec, TFConfig
     from jgraph.launch.identity import task_here
 
@@ -134,8 +225,8 @@ def server(
     if job == "ps":  # a ps must not take an accelerator from a worker; JAX reads it
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from jgraph.cluster.options import allowed_sources_in
-    from jgraph.cluster.transport_choice import DataEncryption, tls_directory_in
-    from jgraph.server.main import configure_logging, serve
+    from jgraph.cluster.transport_choice import tls_directory_in
+    from jgraph.server.main import configure_logging
     from jgraph.server.process_setup import set_up_process
     from jgraph.server.server import Server
 
@@ -143,27 +234,8 @@ def server(
     configure_logging()
     if cluster is not None:
         tls_dir = tls_dir or tls_directory_in(cluster)
-        allow_source = [*(allow_source or ()), *allowed_sources_in(cluster)]
-    running = Server(
-        spec,
-        job,
-        task,
-        bind=bind,
-        health_port=health_port,
-        data_port=data_port,
-        data_encryption=cast(DataEncryption, data_encryption),  # the server checks it
-        tls=tls_dir,
-        token_file=token_file,
-        insecure_i_accept=insecure_i_accept,
-        allow_sources=allow_source or (),
-        max_request_bytes=max_request_bytes,
-        overdue_s=overdue_s,
-    )
-    facts = {"task": running.task, "target": running.target, "pid": os.getpid()}
-    say(facts, f"{running.task} serves at {running.target}", as_json=as_json)
-    orders = sys.stdin if end_with_input else None
-    if code := serve(running, orders, sigterm_code=sigterm_exit_code):
-        raise typer.Exit(code)
+        allow_source = [*allow_source, *allowed_sources_in(cluster)]
+    return Server(spec, job, task, tls=tls_dir, allow_sources=allow_source, **options)
 
 
 def certs(
@@ -176,6 +248,15 @@ def certs(
     ] = None,
     ps: Annotated[int, typer.Option(min=0, help="Parameter servers.")] = 0,
     workers: Annotated[int, typer.Option(min=0, help="Workers.")] = 0,
+    spare: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=4096,
+            help="Further workers, which may join later: certificates of the indices "
+            "after those of the cluster.",
+        ),
+    ] = 0,
     days: Annotated[
         float, typer.Option(min=0.01, help="Days until the certificates expire.")
     ] = 365,
@@ -191,6 +272,7 @@ def certs(
     else:
         check_counts({"ps": ps, "worker": workers})
         tasks = tasks_of({"ps": ps, "worker": workers})
+    tasks += _spare_workers(tasks, spare)
     files = [str(file) for file in make_certificates(directory, tasks, days=days)]
     say(
         files,
@@ -201,6 +283,15 @@ def certs(
         f"  a client:  jg.connect('jgraphs://host:port', tls='{directory}')",
         as_json=as_json,
     )
+
+
+def _spare_workers(tasks: Sequence[str], count: int) -> "list[TaskName]":
+    """Returns the names of so many workers more than there are."""
+    from jgraph.graph.device import TaskName, is_worker
+
+    taken = [int(task.rpartition(":")[2]) for task in filter(is_worker, tasks)]
+    first = max(taken, default=-1) + 1
+    return [TaskName(f"/job:worker/task:{first + n}") for n in range(count)]
 
 
 @tokens.command("new")

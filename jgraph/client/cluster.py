@@ -12,6 +12,7 @@ import jax
 from jgraph.client.connection import Connection
 from jgraph.client.logs import EventTail
 from jgraph.client.no_handler import NoHandler
+from jgraph.client.runs.scaling import SCALE_S, scale_workers
 from jgraph.client.wait_for_tasks import (
     ASK_AGAIN_S,
     check_versions,
@@ -35,6 +36,7 @@ from jgraph.cluster.wait_message import show_wait
 from jgraph.errors import (
     ClusterUnreachableError,
     ConfigError,
+    RescaleError,
     TaskLostError,
     hints,
 )
@@ -117,7 +119,7 @@ class Cluster(Connection):
           UnknownDeviceError: the cluster has no such task.
           TaskLostError, ClusterUnreachableError: it does not answer.
         """
-        address = self.spec.address(TaskName(task))
+        address = self.find(TaskName(task))
         query = frame(log_query=pb.LogQuery(limit=tail))
         reply = self.call("TaskLog", query, to=address)
         return "\n".join(body_of(reply).lines)
@@ -129,6 +131,7 @@ class Cluster(Connection):
         Its tasks tell what they saw since they started, at most 1,000 events each, and
         a ``jg.LocalCluster`` whose processes it started again.
         """
+        self.refresh()
         task_events = EventTail(self.transport, self.spec).new()
         return in_order([*task_events, *self._launcher_events()])
 
@@ -141,6 +144,8 @@ class Cluster(Connection):
         is saved first, or has a copy (``fit(checkpoint=…)``, ``durability=``), and goes
         on when the task is started again; else it ends with that ps.
 
+        A worker that joined the cluster leaves it by that.
+
         Args:
           task: its name.
           grace_s: what runs has so long.
@@ -149,8 +154,66 @@ class Cluster(Connection):
           UnknownDeviceError: the cluster has no such task.
           TaskLostError, ClusterUnreachableError: it does not answer.
         """
-        address = self.spec.address(TaskName(task))
+        address = self.find(TaskName(task))
         self.call("Shutdown", shutdown_order(grace_s), to=address)
+
+    @short_traceback
+    def scale(
+        self,
+        *,
+        workers: int | str | None = None,
+        ps: None = None,
+        timeout_s: float = SCALE_S,
+        wait: bool = True,
+    ) -> list[TaskName]:
+        """Makes the cluster have more workers, or fewer, while runs go on.
+
+        Those that join take part in runs with ``jg.Elastic``. Those that leave, the
+        ones with the highest indices, hand over as by ``drain``. Only who starts a
+        cluster's processes can start more: ``jg.LocalCluster(elastic=True)``, ``jgraph
+        up``, Ray; anywhere else start them with ``jgraph server --join``.
+
+        Args:
+          workers: how many there are to be, or a change: ``"+1"``, ``"-2"``.
+          ps: parameter servers stay as they are.
+          timeout_s: how long to wait.
+          wait: until those that joined take part in the runs that take them, and the
+            others have left. False returns when they were told to.
+
+        Returns:
+          The workers there are then.
+
+        Raises:
+          ConfigError: no such number.
+          DeadlineError: it takes longer; what was begun goes on.
+          RescaleError: a run may not have so many, or nobody here can start them.
+        """
+        return scale_workers(
+            self,
+            workers,
+            ps,
+            start=self._start_workers,
+            drain=self.leave,
+            ended=self._forget_workers,
+            timeout_s=timeout_s,
+            wait=wait,
+        )
+
+    def _start_workers(self, count: int) -> None:
+        raise RescaleError(
+            f"{self!r} was started elsewhere, and {count} more worker"
+            f"{'s' if count > 1 else ''} cannot be started from here; start each on "
+            f"its host: jgraph server --job worker --join {self.target}"
+        )
+
+    def leave(self, task: TaskName) -> None:
+        """Tells a task to end, and to be no task of the cluster any more."""
+        request = frame(leave_request=pb.LeaveRequest(task=task))
+        self.call("Master.Leave", request)
+        self.drain(task)
+
+    def _forget_workers(self, tasks: Sequence[TaskName]) -> None:
+        """These have left the cluster."""
 
     @short_traceback
     def runs(self) -> "list[RunInfo]":
@@ -272,8 +335,9 @@ class Cluster(Connection):
 
     def __dir__(self) -> list[str]:
         inner = {
-            *("at_close", "call", "check_startable", "drop_held", "gone", "let_go"),
-            *("move_to", "platforms", "transport"),
+            *("at_close", "call", "check_startable", "drop_held", "find", "gone"),
+            *("leave", "let_go", "move_to", "platforms", "take_members", "transport"),
+            *("refresh", "renewed_tasks"),
         }
         return [name for name in super().__dir__() if name not in inner]
 

@@ -63,6 +63,8 @@ class Connection:
     ) -> None:
         self.address = address
         self.spec = ClusterSpec.from_json(reply.cluster_json)
+        self.arrangement = reply.arrangement
+        """Number of the arrangement of its tasks that is known here."""
         self.master = TaskName(reply.master)
         # A task that did not answer may have either when it does.
         self.platforms: dict[TaskName, tuple[str, ...]]
@@ -85,6 +87,34 @@ class Connection:
         """Returns the tasks of a job (of all jobs if unset), in order."""
         prefix = f"/job:{job}/" if job is not None else "/"
         return [task for task in self.spec.tasks() if task.startswith(prefix)]
+
+    def renewed_tasks(self, job: str) -> list[TaskName]:
+        """Returns the tasks of a job, those that joined since this client included."""
+        self.refresh()
+        return self.tasks(job)
+
+    def find(self, task: TaskName) -> Address:
+        """Returns where a task is; it may have joined since this client connected.
+
+        Raises:
+          UnknownDeviceError: there is none.
+        """
+        if task not in self.spec.tasks():
+            self.refresh()
+        return self.spec.address(task)
+
+    def refresh(self) -> None:
+        """Asks the master who has joined the cluster, and left it."""
+        reply = self.call("Master.Status", frame(empty=pb.Empty()), timeout_s=15.0)
+        self.take_members(body_of(reply))
+
+    def take_members(self, told: pb.ClusterStatus) -> None:
+        """Takes note of the tasks that a master tells of, unless they are older."""
+        if told.arrangement < self.arrangement:
+            return
+        self.arrangement = told.arrangement
+        self.spec = ClusterSpec.from_json(told.cluster_json)
+        self.platforms |= {TaskName(t.task): (t.platform,) for t in told.tasks}
 
     def gone(self) -> Mapping[TaskName, str]:
         """Returns how tasks ended that nobody starts again, as far as is known here."""
@@ -133,7 +163,7 @@ class Connection:
 
     def move_to(self, task: TaskName) -> None:
         """Makes another server the master of this client."""
-        self.address, self.master = self.spec.address(task), task
+        self.address, self.master = self.find(task), task
 
     @property
     def transport(self) -> GrpcTransport:

@@ -279,12 +279,15 @@ class ClusterStatus:
       cluster: which tasks there are, and where.
       tasks: those that answered.
       missing: those that did not.
+      arrangement: number that grows as tasks join the cluster and leave it; 0: it is
+        as it was described.
     """
 
     master: TaskName
     cluster: ClusterSpec
     tasks: tuple[TaskStatus, ...]
     missing: tuple[TaskName, ...]
+    arrangement: int = 0
 
     @classmethod
     def from_message(cls, message: pb.ClusterStatus) -> Self:
@@ -294,6 +297,7 @@ class ClusterStatus:
             cluster=ClusterSpec.from_json(message.cluster_json),
             tasks=tuple(TaskStatus.from_message(task) for task in message.tasks),
             missing=tuple(TaskName(name) for name in message.missing),
+            arrangement=message.arrangement,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -303,6 +307,7 @@ class ClusterStatus:
             "cluster": self.cluster.as_dict(),
             "tasks": [asdict(task) for task in self.tasks],
             "missing": list(self.missing),
+            "arrangement": self.arrangement,
         }
 
     def explain(self) -> str:
@@ -333,7 +338,9 @@ class ClusterStatus:
 
     def _tables(self) -> Iterator[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
         """Yields title, columns and rows; of links and hash tables if there are any."""
-        yield f"jgraph cluster (master {self.master})", _COLUMNS, list(self._rows())
+        arranged = f", arrangement {self.arrangement}" if self.arrangement else ""
+        title = f"jgraph cluster (master {self.master}{arranged})"
+        yield title, _COLUMNS, list(self._rows())
         links: list[tuple[str, ...]] = [
             (task.task, way, ", ".join(to for to, at in task.ways.items() if at == way))
             for task in self.tasks

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -20,6 +20,13 @@ from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.data.batches import Reader
 
+ARBITER: Final = 1 << 20
+"""Stands in place of a replica for the loop that decides in synchronous training."""
+
+
+JOINS: Final = "-join."
+"""In the handle of the program of a worker that joined a run."""
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,7 @@ class RunRequest:
       programs: of workers and ps, and what is run before; see ``Master.KeepProgram``.
       wait_s: how long it waits for tasks that it cannot go on without.
       client: that it ends with; None: it is detached.
+      elastic: how many workers it may have; None: those that it begins with.
     """
 
     about: Mapping[str, Any]
@@ -43,6 +51,7 @@ class RunRequest:
     programs: Sequence[Frame] = ()
     wait_s: float = WAIT_S
     client: pb.RunClient | None = None
+    elastic: pb.RunElastic | None = None
 
 
 @final
@@ -171,6 +180,8 @@ class LoopReport:
       number: of this report of its loop, from 1.
       loop: of a detached run: the name of the loop.
       handle: of the program of a loop that begins.
+      told_s: when that was told, since its loop began; that a loop begins, or is lost,
+        since the run began.
       began_s: how much later than its order the loop began, as far as is known: the
         times of its steps are since the order.
       data_done: batches done since the loop began.
@@ -194,6 +205,7 @@ class LoopReport:
     number: int = 0
     loop: str = ""
     handle: str = ""
+    told_s: float = 0.0
     began_s: float = 0.0
     data_done: int = 0
     halted: int = 0
@@ -235,6 +247,7 @@ def _report(replica: int, task: TaskName, message: Frame) -> LoopReport:
         number=body.restored.number or body.number,
         loop=body.loop,
         handle=body.handle,
+        told_s=body.seconds,
         data_done=body.data_done,
         halted=body.halted,
         in_flight=body.in_flight,

@@ -57,6 +57,10 @@ METHODS: Final[Mapping[str, Method]] = {
     "RunJournal": Method(_TASK, "run_query"),
     "JournalEnd": Method(_TASK, "run_query"),
     "SendData": Method(_TASK, "send_data"),
+    # What the registrar of the members asks of the tasks, and who joins of any.
+    "Members": Method(_TASK, "members"),
+    "Master.Join": Method(_TASK, "join_request"),
+    "Master.Leave": Method(_BOTH, "leave_request"),
     # What a client asks of a task: neither training data nor checkpoints pass through
     # the master, which asks for some of it again when a worker is back.
     "RunStep": Method(_BOTH, "run_step"),

@@ -60,6 +60,7 @@
     │   ├── RunOverError              JG-136  the training run needs no more steps
     │   ├── StaleGradientError        JG-137  a gradient older than it may be
     │   ├── TaskMemoryError           JG-143  no memory for what it has to compute
+    │   ├── RescaleError              JG-144  tasks that a cluster cannot have
     │   ├── CopyLostError             JG-140  what is nowhere kept a second time
     │   ├── ModelNotReadyError        JG-602  a model that cannot answer now
     │   └── OverloadedError           JG-604  more requests than a server takes

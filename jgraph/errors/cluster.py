@@ -284,3 +284,17 @@ class TaskMemoryError(ClusterError, MemoryError):
     """
 
     code = "JG-143"
+
+
+class RescaleError(ClusterError):
+    """The tasks of a cluster cannot be others, or not so many.
+
+    A cluster was asked for more or fewer workers than it, or a run on it, may have; who
+    started it cannot start more; or a process that would join it is of no use there.
+    The cluster, and what runs on it, go on as before.
+
+    What to do: what the message names. ``jg.Elastic(workers=(least, most))`` says how
+    many workers a run may have, and ``jgraph server --join`` starts one on any host.
+    """
+
+    code = "JG-144"

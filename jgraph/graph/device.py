@@ -43,6 +43,16 @@ def is_ps(task: str) -> bool:
     return task.startswith("/job:ps/")
 
 
+def is_worker(task: str) -> bool:
+    """Whether a task is a worker.
+
+    Example:
+      >>> is_worker("/job:worker/task:0"), is_worker("/job:ps/task:0")
+      (True, False)
+    """
+    return task.startswith("/job:worker/")
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:

@@ -32,6 +32,7 @@ from jgraph.coordination.liveness.join import (
     TaskRefused,
     TimeIsUp,
 )
+from jgraph.coordination.liveness.members import LEASE_S
 from jgraph.errors import (
     ClusterUnreachableError,
     JGError,
@@ -39,6 +40,7 @@ from jgraph.errors import (
     UnknownDeviceError,
 )
 from jgraph.failpoints import failpoint
+from jgraph.graph.device import is_worker
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -46,6 +48,8 @@ from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.program_codec import decode_program, encode_program
 from jgraph.runtime.compute_errors import as_error
+from jgraph.server.members.messages import members_message
+from jgraph.server.members.registrar import Registrar
 from jgraph.server.runs.calls import Runs
 from jgraph.server.runs.peers import Peers, of_task
 from jgraph.server.task_service import TaskService
@@ -61,9 +65,10 @@ class Master:
       service: the service of the task that this master runs in.
     """
 
-    def __init__(self, service: TaskService) -> None:
+    def __init__(self, service: TaskService, lease_s: float = LEASE_S) -> None:
         self._service = service
         self._context = context = service.context
+        self.registrar = Registrar(context, self, service.events, lease_s)
         self._transport = context.transport
         self.dealers = service.dealers
         self._runs_seen = RunsSeen(service.events)
@@ -85,8 +90,10 @@ class Master:
             "Master.CloseDataRun": self._close_data_run,
         }
         service.methods.update(methods)
+        service.methods.update(self.registrar.methods)
         service.methods.update(self.runs.methods)
         service.methods.update(GateMethods(self).methods)
+        context.rearranged.append(self.runs.rearranged)
 
     @property
     def task(self) -> TaskName:
@@ -101,6 +108,21 @@ class Master:
     def tasks(self) -> list[TaskName]:
         """Returns all tasks of the cluster."""
         return list(self._context.addresses)
+
+    def workers(self) -> dict[TaskName, str]:
+        """Returns the workers that stay, each with its process if that joined."""
+        context = self._context
+        if not context.arrangement.number:
+            return {task: "" for task in context.addresses if is_worker(task)}
+        return {
+            task: f"{member.incarnation:x}" if member.incarnation else ""
+            for task, member in context.arrangement.members.items()
+            if is_worker(task) and not member.leaves
+        }
+
+    def note(self, kind: str, text: str) -> None:
+        """Notes an event of the cluster."""
+        self._service.events.note(kind, text)
 
     async def _connect(self, request: Frame) -> AsyncIterator[Frame]:
         timeout_s = body_of(request).timeout_s
@@ -168,6 +190,8 @@ class Master:
     async def _status_of(self, task: TaskName) -> pb.TaskStatus:
         reply = await self.call(task, "TaskStatus", frame(empty=pb.Empty()))
         status: pb.TaskStatus = body_of(reply)
+        if status.arrangement != self._context.arrangement.number:
+            await self.registrar.exchange(task)  # one of the two was started again
         if status.task != task:
             raise ClusterUnreachableError(
                 f"{self.address(task)} should be {task}, but is {status.task}; "
@@ -185,6 +209,7 @@ class Master:
                 master=self.task,
                 tasks=[statuses[task] for task in sorted(statuses)],
                 missing=missing,
+                arrangement=self._context.arrangement.number,
             )
         )
 
@@ -209,6 +234,8 @@ class Master:
             order = pb.RegisterProgram(
                 handle=body.handle, program=message, participants=participants
             )
+            if self._context.arrangement.number:  # a task that was started again
+                order.members.CopyFrom(members_message(self._context.arrangement))
             reply = await self.call(
                 task,
                 "RegisterProgram",

@@ -30,6 +30,7 @@ from jgraph.cluster.transport_choice import (
     is_loopback,
     target_of,
 )
+from jgraph.coordination.liveness.members import LEASE_S
 from jgraph.errors import (
     ConfigError,
     FencedError,
@@ -40,11 +41,14 @@ from jgraph.errors import (
 )
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
+from jgraph.rpc.frames import body_of
 from jgraph.rpc.grpc.health import HealthServer
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.security.tls import TLS
 from jgraph.rpc.security.token import Token, find_token
+from jgraph.rpc.transport import Address
 from jgraph.server.master import Master
+from jgraph.server.members.messages import arrangement_in, join_request
 from jgraph.server.overdue import OverdueWatch
 from jgraph.server.replication.streams import RECORDS_DIR
 from jgraph.server.self_fencing import FencedHandler
@@ -55,6 +59,8 @@ from jgraph.view import markup
 _LOG = logging.getLogger("jgraph.server")
 _STOP_GRACE_S = 5.0
 _LAST_WORDS_S = 1.0
+_LEAVE_S = 1.0
+_JOIN_S = 20.0
 
 
 @final
@@ -69,7 +75,8 @@ class TaskServer:
         that it answers when the task is busy.
       transport, data_port, data_encryption: how tensors travel; see ``Server``.
       tls: certificates of the task; None speaks plain text.
-      allow_sources, max_request_bytes, overdue_s: see ``Server``.
+      allow_sources, max_request_bytes, overdue_s, incarnation: see ``Server``.
+      lease_s: see ``Registrar``.
 
     Raises:
       ConfigError: ``transport`` or ``data_port`` is something else.
@@ -89,6 +96,8 @@ class TaskServer:
         allow_sources: Sequence[str] = (),
         max_request_bytes: int | None = None,
         overdue_s: float | None = None,
+        incarnation: int | None = None,
+        lease_s: float = LEASE_S,
     ) -> None:
         check_transport(transport)
         self.task = task
@@ -108,6 +117,7 @@ class TaskServer:
             token=token,
             roles=ROLES,
             tls=tls,
+            incarnation=incarnation,
         )
         self._health = HealthServer()
         records_dir = os.environ.get(RECORDS_DIR)
@@ -126,7 +136,8 @@ class TaskServer:
         self._fence = FencedHandler(
             self.context, self.service, BootClock(), self._transport
         )
-        self.master = Master(self.service)
+        self.master = Master(self.service, lease_s)
+        self.context.rearranged.append(self._rearranged)
         self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
@@ -148,6 +159,13 @@ class TaskServer:
             self._overdue = OverdueWatch(runtime, shell, self._overdue_s)
         return self.address
 
+    async def join_as(self, registrar: Address, address: Address) -> None:
+        """Says that this process serves the task that it was given; see ``Server``."""
+        request = join_request(self.task, self.context.incarnation, address)
+        ask = self._transport.ask
+        reply = await ask(registrar, "Master.Join", request, timeout_s=_JOIN_S)
+        self.context.arrange(arrangement_in(body_of(reply).members))
+
     async def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
         """Lets steps in flight end (at most ``grace_s``), then closes everything."""
         if self._stopping is None:
@@ -162,12 +180,16 @@ class TaskServer:
         if self.service.replaced is not None:
             await asyncio.sleep(_LAST_WORDS_S)  # whoever asks meanwhile hears of that
         self.master.runs.hand_over()
+        leaving = asyncio.ensure_future(self.master.registrar.say_left(ended=False))
         await self.service.drain(grace_s)
+        await leaving
+        await self.master.registrar.say_left(ended=True)
         self.master.runs.leave()
         gone = TaskLostError(f"{self.task} was stopped")
         self.service.driver.close(gone)
         self.master.dealers.close_all()
         self.master.runs.close()
+        self.master.registrar.close()
         await self._transport.close()
         self._fence.close()
         await self._health.close()
@@ -176,6 +198,22 @@ class TaskServer:
         if self._overdue is not None:
             await asyncio.to_thread(self._overdue.close)
         self.stopped.set()
+
+    def _rearranged(self) -> None:
+        """Ends where the cluster has this process no more, or it is told to leave."""
+        arrangement, task = self.context.arrangement, self.task
+        if self._stopping is not None:
+            return
+        if not arrangement.is_of(task, self.context.incarnation):
+            why = (
+                f"{task} was given up as lost, and is no member of its cluster any "
+                "more, or another process has joined as that"
+            )
+            self.service.peer_lost(task, FencedError(why, task=task))
+        elif arrangement.number and arrangement.members[task].leaves:
+            # Who told it to says first how long what runs has.
+            loop = asyncio.get_running_loop()
+            loop.call_later(_LEAVE_S, self._shutdown_asked, _STOP_GRACE_S)
 
     def _shutdown_asked(self, grace_s: float) -> None:
         asyncio.get_running_loop().create_task(self.stop(grace_s))
@@ -215,6 +253,7 @@ class Server:
       overdue_s: a computation that still runs so many seconds after the deadline of its
         step ends this process, with exit code 76, so that a launcher starts it again.
         None: never; nothing else can end a computation.
+      incarnation: of this start of the task; random unless given.
       start: whether to start at once.
 
     Raises:
@@ -251,6 +290,7 @@ class Server:
         allow_sources: Sequence[str] = (),
         max_request_bytes: int | None = None,
         overdue_s: float | None = None,
+        incarnation: int | None = None,
         start: bool = True,
     ) -> None:
         check_transport(transport)
@@ -270,6 +310,7 @@ class Server:
         self._allow_sources = tuple(allow_sources)
         self._max_request_bytes = max_request_bytes
         self._overdue_s = overdue_s
+        self._incarnation = incarnation
         self._server: TaskServer | None = None
         self._stopped = threading.Event()
         if start:
@@ -317,6 +358,7 @@ class Server:
             allow_sources=self._allow_sources,
             max_request_bytes=self._max_request_bytes,
             overdue_s=self._overdue_s,
+            incarnation=self._incarnation,
         )
         try:
             await server.start()
@@ -338,6 +380,19 @@ class Server:
                 self.task,
             )
         return server
+
+    def join_as(self, registrar: Address) -> None:
+        """Takes part in a cluster as the task that its registrar has given this one.
+
+        Args:
+          registrar: any task of the cluster.
+
+        Raises:
+          JGError: it is not that task any more, or is not reached there.
+        """
+        assert self._server is not None  # it serves
+        event_loop.run(self._server.join_as(registrar, self.address))
+        self.cluster = self._server.context.spec
 
     def set_cluster(self, cluster: ClusterSpec) -> None:
         """Replaces the addresses of the other tasks."""

@@ -7,6 +7,7 @@ from typing import final
 
 from jgraph.clock import Clock
 from jgraph.cluster.spec import ClusterSpec
+from jgraph.coordination.liveness.members import Arrangement
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.transport import Address, Transport
 
@@ -29,6 +30,9 @@ class TaskContext:
       records_dir: where the logs of updates go; None: this task keeps none.
       spec: the cluster; empty until it is told.
       addresses: of all tasks in it.
+      arrangement: who has joined it, and left; number 0: it is as it was described.
+      described: address of each task of the description.
+      rearranged: called when the arrangement is another.
     """
 
     task: TaskName
@@ -42,6 +46,9 @@ class TaskContext:
     records_dir: Path | None = None
     spec: ClusterSpec = field(init=False, default_factory=lambda: ClusterSpec({}))
     addresses: dict[TaskName, Address] = field(init=False, default_factory=dict)
+    arrangement: Arrangement = field(init=False, default_factory=Arrangement)
+    described: dict[TaskName, Address] = field(init=False, default_factory=dict)
+    rearranged: list[Callable[[], None]] = field(init=False, default_factory=list)
 
     @property
     def address(self) -> Address:
@@ -49,7 +56,38 @@ class TaskContext:
         return self.addresses.get(self.task, "")
 
     def set_cluster(self, spec: ClusterSpec) -> None:
-        """Tells where all tasks are, this one too."""
+        """Tells where all tasks are, this one too, as the cluster is described."""
+        self.described = {task: spec.address(task) for task in spec.tasks()}
+        if not self.arrangement.number:  # else others have joined since, or left
+            self._set_spec(spec)
+
+    def arrange(self, newer: Arrangement) -> bool:
+        """Takes an arrangement if it is newer than what is known; returns whether."""
+        if newer.number <= self.arrangement.number:
+            return False
+        self.arrangement = newer
+        self._set_spec(spec_of(newer))
+        for tell in self.rearranged:
+            tell()
+        return True
+
+    def _set_spec(self, spec: ClusterSpec) -> None:
         self.spec = spec
         self.addresses = {task: spec.address(task) for task in spec.tasks()}
         self.transport.set_peers(self.addresses)
+
+
+def spec_of(arrangement: Arrangement) -> ClusterSpec:
+    """Returns an arrangement as the description of a cluster.
+
+    Example:
+      >>> from jgraph.coordination.liveness.members import Member
+      >>> ps = TaskName("/job:ps/task:0")
+      >>> spec_of(Arrangement(1, {ps: Member("a:1")}))
+      ClusterSpec({'ps': ['a:1']})
+    """
+    jobs: dict[str, dict[int, str]] = {}
+    for task, member in arrangement.members.items():
+        job, _, index = task.removeprefix("/job:").partition("/task:")
+        jobs.setdefault(job, {})[int(index)] = member.address
+    return ClusterSpec(jobs, port_zero=True)

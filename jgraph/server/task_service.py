@@ -25,6 +25,7 @@ from jgraph.errors import (
     TaskLostError,
     UnknownMethodError,
 )
+from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, installed_version, kind_of
@@ -41,6 +42,7 @@ from jgraph.server.call_counts import CallCounts
 from jgraph.server.gates.gates import Gates
 from jgraph.server.loops.dealer import Dealers
 from jgraph.server.loops.task_loops import TaskLoops
+from jgraph.server.members.messages import arrangement_in
 from jgraph.server.process_setup import give_back_memory
 from jgraph.server.replication.streams import ChangeStreams
 from jgraph.server.state_service import SaveCounts, state_methods, table_statuses
@@ -156,7 +158,8 @@ class TaskService:
             self.replaced = error
             self._shutdown(0.0)
         why = error.message if peer in error.message else f"{peer}: {error.message}"
-        self.events.note("lost", why, level=logging.WARNING)
+        if peer in self.context.addresses:  # else it has left the cluster
+            self.events.note("lost", why, level=logging.WARNING)
         self.driver.peer_lost(peer, error)
         self.parts.peer_lost(peer, error)
         self.gates.peer_lost(peer)
@@ -235,13 +238,17 @@ class TaskService:
             calls=self._calls.rows(),
             gates=self.gates.statuses(),
             saves=self._saves.status(),
+            arrangement=self.context.arrangement.number,
         )
 
     async def _task_status(self, request: Frame) -> AsyncIterator[Frame]:
         yield frame(task_status=self.status())
 
     async def _register_program(self, request: Frame) -> AsyncIterator[Frame]:
+        failpoint("program.received")
         body = body_of(request)
+        if body.HasField("members"):
+            self.context.arrange(arrangement_in(body.members))
         before = self.runtime.cache.compilations
         program = decode_program(body.program, request.tensors)
         loaded = await self.shell.run(lambda: self.runtime.load(program))

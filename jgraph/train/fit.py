@@ -153,6 +153,7 @@ class Fit:
         values = runner.state.values() if runner.state.nbytes() <= KEPT_BYTES else None
         self.history.ended(runner.state.global_step())
         self.history.staleness = runner.staleness()
+        self.history.members = runner.members()
         self.history.events = runner.state.events()
         return values, runner.position()
 

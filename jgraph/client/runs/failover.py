@@ -119,7 +119,8 @@ def _may_be_master(cluster: Connection, task: TaskName) -> bool:
     )
     # The spec is another if it was started anew.
     spec = ClusterSpec.from_json(view.cluster_json)
-    return ready and spec.tasks() == cluster.spec.tasks()
+    is_newer = view.arrangement > cluster.arrangement
+    return ready and (is_newer or spec.tasks() == cluster.spec.tasks())
 
 
 def lost_master(error: JGError, master: TaskName) -> JGError:

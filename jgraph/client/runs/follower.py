@@ -23,6 +23,7 @@ from jgraph.client.runs.runs import (
 from jgraph.client.runs.seen_reports import ReportDeduplicator
 from jgraph.cluster import event_loop
 from jgraph.cluster.loop_messages import (
+    JOINS,
     LoopReport,
     report_in,
 )
@@ -244,6 +245,8 @@ class RunFollower:
         if body.task:
             again = body.replica in self._tasks and body.state == "running"
             self._tasks[body.replica] = TaskName(body.task)
+            if not again and JOINS in body.handle:
+                _RECOVER_LOG.warning("%s joined and takes part in the run", body.task)
             if again and body.replica in self._lost_replicas:
                 text = "%s answers again and takes part in the run"
                 _RECOVER_LOG.warning(text, body.task)
@@ -279,7 +282,7 @@ class RunFollower:
             try:
                 if self._stop.is_set():  # a master before may not have heard it
                     stop_run(self._cluster, self.info)
-                address = self._cluster.spec.address(self.info.master)
+                address = self._cluster.find(self.info.master)
                 for reply in reports_of(self._cluster, self.info, owner=owner):
                     body = body_of(reply)
                     if body.HasField("question"):
@@ -313,7 +316,7 @@ class RunFollower:
         master = self.info.master
         if isinstance(error, TaskLeavingError):
             return error.details.get("task") == master
-        address = self._cluster.spec.address(master)
+        address = self._cluster.find(master)
         return isinstance(error, FencedError) or error.details.get("address") == address
 
     def _next(self, error: JGError) -> RunInfo:

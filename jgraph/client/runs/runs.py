@@ -37,6 +37,8 @@ class RunInfo:
       synchronous: whether each step is one of all workers.
       checkpoints: where its master saves; empty: nowhere.
       term: number of its master; each is greater than those before.
+      workers: that take part now; none of a run that is over.
+      bounds: the least and the most workers of an elastic run; None: it is none.
     """
 
     name: str
@@ -53,6 +55,8 @@ class RunInfo:
     synchronous: bool
     checkpoints: str
     term: int
+    workers: tuple[TaskName, ...] = ()
+    bounds: tuple[int, int | None] | None = None
 
     def _repr_html_(self) -> str:
         return data(self)
@@ -67,6 +71,7 @@ def run_infos(reply: Frame) -> list[RunInfo]:
 def info_of(row: pb.RunRow) -> RunInfo:
     """Returns what a master tells of a run."""
     info = json.loads(row.info)
+    bounds = info.get("workers")
     return RunInfo(
         name=row.run,
         state=row.state,
@@ -82,6 +87,8 @@ def info_of(row: pb.RunRow) -> RunInfo:
         synchronous=info["synchronous"],
         checkpoints=info["checkpoints"],
         term=row.term,
+        workers=tuple(map(TaskName, row.workers)),
+        bounds=None if bounds is None else (bounds[0], bounds[1]),
     )
 
 
@@ -106,7 +113,7 @@ def reports_of(
       JGError: the run failed.
     """
     query = frame(run_query=pb.RunQuery(run=run.name, owner=owner))
-    address = cluster.spec.address(run.master)
+    address = cluster.find(run.master)
     return stream_of(cluster.transport, address, "Master.Attach", query)
 
 
@@ -126,7 +133,7 @@ def stream_of(
 def position_of(cluster: Connection, run: RunInfo) -> dict[str, Any]:
     """Returns where in its data a run is, as its master knows."""
     query = frame(data_run=pb.DataRun(run=run.name))
-    address = cluster.spec.address(run.master)
+    address = cluster.find(run.master)
     reply = cluster.call("Master.DataPosition", query, to=address)
     position: dict[str, Any] = json.loads(body_of(reply).position)
     return position
@@ -142,7 +149,7 @@ def wait_saved(cluster: Connection, directory: str, timeout_s: float) -> None:
     for run in reversed(runs_of(cluster)):
         if run.checkpoints == directory:
             query = frame(run_query=pb.RunQuery(run=run.name))
-            address = cluster.spec.address(run.master)
+            address = cluster.find(run.master)
             cluster.call("Master.RunSaved", query, to=address, timeout_s=timeout_s)
             return
 
@@ -150,7 +157,7 @@ def wait_saved(cluster: Connection, directory: str, timeout_s: float) -> None:
 def stop_run(cluster: Connection, run: RunInfo) -> None:
     """Asks the loops of a run to stop after their steps in flight."""
     query = frame(run_query=pb.RunQuery(run=run.name))
-    address = cluster.spec.address(run.master)
+    address = cluster.find(run.master)
     cluster.call("Master.StopRun", query, to=address)
 
 

@@ -113,6 +113,7 @@ def _open_run(
         gate=gate,
         wait_s=about.wait_s,
         client=about.client,
+        elastic=about.elastic,
     )
     cluster.call("Master.OpenRun", frame(open_run=order), timeout_s=SILENCE_S)
     for program in about.programs:

@@ -1,4 +1,4 @@
-"""Run supervisor: workers that are lost and come back, rounds, pauses and the end.
+"""Run supervisor: workers that join, leave and are lost, rounds, pauses, and the end.
 
 In asynchronous training each worker runs a loop. One that was lost gets another loop as
 soon as its worker is prepared; the run is over when the data is, or when all were told
@@ -7,6 +7,11 @@ to stop and have.
 In synchronous training one more loop decides what is averaged, for the workers that it
 began with. When a lost one is prepared, that loop pauses after the update under way;
 when all loops of its row have ended the next row begins, with everybody who is there.
+
+A worker that joins is prepared beside the others, and nobody hears of it before it is
+ready: one that is not within its time is forgotten. Then it is as one that was lost and
+is back. One that has left is looked for no more. With fewer workers than the least that
+it may have, the run waits, and nothing is lost.
 
 Before a ps ends, all loops do: the run rests, is saved, and goes on when the ps is
 there again. After a ps was lost with what it held all loops end too, and the run goes
@@ -136,6 +141,22 @@ class WorkerNotReady:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Knocked:
+    """A worker that joined the cluster would take part; it answers."""
+
+    replica: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MemberLeft:
+    """The worker of a replica is no task of the cluster any more."""
+
+    replica: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class StopAsked:
     """The loops were told to stop."""
 
@@ -211,6 +232,8 @@ Event: TypeAlias = (
     | WorkerAnswered
     | WorkerReady
     | WorkerNotReady
+    | Knocked
+    | MemberLeft
     | StopAsked
     | RestartAsked
     | Restarted
@@ -226,7 +249,19 @@ Event: TypeAlias = (
 @final
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Give a worker all that its loop needs; then say whether it is ready."""
+    """Give a worker all that its loop needs; then say whether it is ready.
+
+    ``joins``: the run has not known it, and goes on without if that takes long.
+    """
+
+    replica: int
+    joins: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Prepare a worker that would join no more: it is not known here."""
 
     replica: int
 
@@ -289,7 +324,16 @@ class Over:
 
 
 Instruction: TypeAlias = (
-    Prepare | Begin | Pause | EndLoops | LeaveOut | Rest | GoBack | Finish | Over
+    Prepare
+    | Forget
+    | Begin
+    | Pause
+    | EndLoops
+    | LeaveOut
+    | Rest
+    | GoBack
+    | Finish
+    | Over
 )
 
 
@@ -299,7 +343,8 @@ class Supervisor:
 
     Args:
       together: training is synchronous.
-      wait_s: how long a run without workers waits for one.
+      wait_s: how long a run without workers, or with too few, waits for one.
+      least: with fewer workers it waits.
 
     Example:
       >>> supervisor = Supervisor(together=False)
@@ -319,12 +364,18 @@ class Supervisor:
       [Over(state='done', error=None)]
     """
 
-    def __init__(self, *, together: bool, wait_s: float = WAIT_S) -> None:
+    def __init__(
+        self, *, together: bool, wait_s: float = WAIT_S, least: int = 1
+    ) -> None:
         self._together = together
         self._finishing = False
         self._wait_s = wait_s
-        # running | idle (it ended in order) | lost | preparing | ready
+        self._least = least
+        # running | idle (it ended in order) | lost | preparing | ready | joining | left
         self._standing: dict[int, str] = {}
+        self._leavers: set[int] = set()  # they have left, and are not told of yet
+        self._short = False  # loops end, as there are too few
+        self._is_beginning = False
         self._row = ""  # running, or how it ended
         self._pausing = False
         self._resting = ""  # asked, or begun
@@ -337,8 +388,29 @@ class Supervisor:
         self._lost: JGError = TaskLostError("no worker ever began")
 
     @property
+    def least(self) -> int:
+        """With fewer workers the run waits."""
+        return self._least
+
+    @property
+    def running(self) -> list[int]:
+        """Replicas that take part: whose loops run."""
+        return self._of("running")
+
+    @property
+    def left(self) -> list[int]:
+        """Replicas whose workers have left, and are not looked for."""
+        return self._of("left")
+
+    @property
+    def takes_workers(self) -> bool:
+        """Whether a worker that joins is of use now."""
+        ends = self._over or self._leaves or bool(self._end)
+        return not (ends or self._resting or self._stopping)
+
+    @property
     def is_alone(self) -> bool:
-        """Whether the run waits for a worker, as it has none."""
+        """Whether the run waits for a worker, as it has none, or too few."""
         waits = self._alone_since is not None
         return waits and not (self._over or self._leaves)
 
@@ -355,12 +427,18 @@ class Supervisor:
         """Takes an event at time ``now`` (seconds); returns what to do."""
         if self._over or (self._leaves and not isinstance(event, Failed)):
             return []
+        # Its loops begin one after the other.
+        self._is_beginning = isinstance(event, LoopBegan | RoundBegan)
         match event:
             case MasterLeaves():
                 self._leaves = True
                 return []
             case LoopLost() | LoopEnded() | RoundEnded():
                 said = self._loop_over(event)
+            case WorkerAnswered() | WorkerReady() | WorkerNotReady():
+                said = self._worker(event)
+            case Knocked() | MemberLeft():
+                said = self._member(event)
             case LoopFailed() | BatchFailed() | StateLost():
                 said = self._loop_failed(event)
             case Failed(error):
@@ -372,11 +450,12 @@ class Supervisor:
     def _loop_over(self, event: Event) -> list[Instruction]:
         match event:
             case LoopLost(replica, error):
-                self._standing[replica], self._lost = "lost", error
+                self._lose(replica)
+                self._lost = error
                 if self._row == "running":
                     return [LeaveOut(replica)]
             case LoopEnded(replica, "left"):
-                self._standing[replica] = "lost"
+                self._lose(replica)
                 if self._row == "running" and not self._pausing:
                     self._pausing = True  # or the others would wait for it
                     return [Pause()]
@@ -414,13 +493,6 @@ class Supervisor:
                 self._standing[replica] = "running"
             case RoundBegan():
                 self._row = "running"
-            case WorkerAnswered(replica) if replica in self.missing:
-                self._standing[replica] = "preparing"
-                return [Prepare(replica)]
-            case WorkerReady(replica):
-                self._standing[replica] = "ready"
-            case WorkerNotReady(replica):
-                self._standing[replica] = "lost"
             case StopAsked():
                 self._stopping = True
                 # A loop that decides ends by itself, and says how.
@@ -433,6 +505,51 @@ class Supervisor:
             case _:
                 return self._answered(event)
         return []
+
+    def _worker(
+        self, event: WorkerAnswered | WorkerReady | WorkerNotReady
+    ) -> list[Instruction]:
+        """Takes what becomes of a worker that is to have a loop."""
+        replica = event.replica
+        match event:
+            case WorkerAnswered() if replica in self.missing:
+                self._standing[replica] = "preparing"
+                return [Prepare(replica)]
+            case WorkerReady() if replica in self._leavers:
+                self._lose(replica)
+            case WorkerReady():
+                self._standing[replica] = "ready"
+            case WorkerNotReady() if self._standing.get(replica) == "joining":
+                return self._forget(replica)
+            case WorkerNotReady():
+                self._lose(replica)
+        return []
+
+    def _member(self, event: Knocked | MemberLeft) -> list[Instruction]:
+        """Takes what becomes of the cluster's members."""
+        replica = event.replica
+        standing = self._standing.get(replica)
+        if isinstance(event, Knocked):
+            if standing not in {None, "left"} or not self.takes_workers:
+                return []
+            self._standing[replica] = "joining"
+            return [Prepare(replica, joins=True)]
+        if standing == "joining":
+            return self._forget(replica)
+        if standing in {"running", "preparing"}:
+            self._leavers.add(replica)  # how its loop ends is told
+        elif standing is not None:
+            self._standing[replica] = "left"
+        return []
+
+    def _lose(self, replica: int) -> None:
+        has_left = replica in self._leavers
+        self._standing[replica] = "left" if has_left else "lost"
+        self._leavers.discard(replica)
+
+    def _forget(self, replica: int) -> list[Instruction]:
+        del self._standing[replica]
+        return [Forget(replica)]
 
     def _answered(self, event: Event) -> list[Instruction]:
         """Takes what the client says."""
@@ -452,7 +569,7 @@ class Supervisor:
                 self._resting = "asked"
                 # A row that has ended pauses no more: its loops end by themselves.
                 goes_on = self._row in {"running", ""} and self._of("running")
-                if goes_on and not self._pausing:
+                if goes_on and not (self._pausing or self._short):
                     self._pausing = self._together
                     return [Pause()]
             case Restarted(again, done):
@@ -482,8 +599,8 @@ class Supervisor:
             return
         if state == "done":
             self._end = "done"
-        elif not (self._end or self._resting):  # its worker is being stopped
-            self._standing[replica] = "lost"
+        elif not (self._end or self._resting or self._short):
+            self._lose(replica)  # its worker is being stopped
 
     def _row_ended(self, state: str) -> None:
         self._row, self._pausing = state, False
@@ -493,38 +610,47 @@ class Supervisor:
             self._end = state
         if state == "alone":  # so those that ended in order have left
             for replica in self._of("idle"):
-                self._standing[replica] = "lost"
+                self._lose(replica)
 
     def _of(self, *states: str) -> list[int]:
         return sorted(r for r, state in self._standing.items() if state in states)
 
     def _go_on(self, now: float) -> Iterator[Instruction]:
+        running = self._of("running")
+        if not self.takes_workers:
+            for replica in self._of("joining"):
+                yield from self._forget(replica)
         if self._together and self._row in {"running", ""}:
-            if self._row and self._of("ready") and not self._pausing:
+            changes = self._of("ready") or self._is_short(running)
+            if self._row and changes and not self._pausing:
                 self._pausing = True
                 yield Pause()
-            return
-        running = self._of("running")
-        if self._state_lost is not None:
+        elif self._state_lost is not None or (self._resting and not self._end):
             yield from self._rest(running)
-            return
-        if self._end:
+        elif self._end:
             if not running and not self._finishing:
                 yield from self._end_run()
-            return
-        if self._resting:
-            yield from self._rest(running)
-            return
-        if not (self._together and running):
+        else:
+            yield from self._begin_more(running, now)
+
+    def _begin_more(self, running: list[int], now: float) -> Iterator[Instruction]:
+        """Begins loops, or waits for workers."""
+        if not (running and (self._together or self._short)):
             # Those who ended when all were asked to are there as well.
             present = self._of("ready", "idle")
-            if present:
+            if present and len(present) + len(running) >= self._least:
                 yield self._begin(present)
                 return
+        if self._is_short(running) and not (self._short or self._together):
+            self._short = True
+            yield Pause()
         if running or self._of("preparing"):
             self._alone_since = None
         else:
             yield from self._wait(now)
+
+    def _is_short(self, running: list[int]) -> bool:
+        return 0 < len(running) < self._least and not self._is_beginning
 
     def _end_run(self) -> Iterator[Instruction]:
         if self._unwell is not None:
@@ -543,10 +669,22 @@ class Supervisor:
         if self._alone_since is None:
             self._alone_since = now
         elif now - self._alone_since >= self._wait_s:
-            yield from self._finish("failed", self._lost)
+            yield from self._finish("failed", self._too_few())
+
+    def _too_few(self) -> JGError:
+        if self._least == 1:
+            return self._lost
+        there = len(self._of("ready", "idle"))
+        return TaskLostError(
+            f"the run has {there} worker{'' if there == 1 else 's'}, waited "
+            f"{self._wait_s:g} s, and needs {self._least} at least: "
+            f"{self._lost.message}",
+            **self._lost.details,
+        )
 
     def _begin(self, replicas: list[int]) -> Begin:
         self._standing.update(dict.fromkeys(replicas, "running"))
+        self._short = False
         self._row, self._alone_since = "running" if self._together else "", None
         return Begin(tuple(replicas))
 

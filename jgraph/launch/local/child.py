@@ -1,5 +1,8 @@
 """The process of one task of a local cluster: ``… child ps 0 SPEC auto DIR 10``.
 
+``… child worker join SPEC …`` is a task that joins the cluster of ``SPEC``, and tells
+which one it is.
+
 ``SPEC`` is what is known of the cluster, as JSON: at first this task alone, on any
 port; all of it when the task is started again. The number is ``overdue_s`` of the
 server, or empty. Further arguments are patterns of import paths that data may come
@@ -13,17 +16,18 @@ process that started it.
 import json
 import sys
 from collections.abc import Sequence
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 from jgraph.cluster.spec import ClusterSpec
-from jgraph.cluster.transport_choice import TransportChoice
-from jgraph.launch.local.processes import hand_over_stdout
+from jgraph.cluster.transport_choice import TransportChoice, target_of
+from jgraph.launch.local.processes import JOINS, hand_over_stdout
 from jgraph.loading import end_uncollected, uncollected
 
 
 def main(
     job: str,
-    index: int,
+    index: str,
     spec: str,
     transport: TransportChoice,
     tls: str,
@@ -39,16 +43,21 @@ def main(
     set_up_process()
     configure_logging()
     parent = hand_over_stdout()
-    server = Server(
-        ClusterSpec(json.loads(spec), port_zero=True),
-        job,
-        index,
-        transport=transport,
-        tls=tls or None,
-        allow_sources=allow_sources,
-        overdue_s=float(overdue) if overdue else None,
-    )
-    parent.write(json.dumps({"address": server.address}) + "\n")
+    options: Any = {
+        "transport": transport,
+        "allow_sources": allow_sources,
+        "overdue_s": float(overdue) if overdue else None,
+    }
+    cluster = ClusterSpec(json.loads(spec), port_zero=True)
+    if index == JOINS:
+        from jgraph.server.members.joining import join_cluster
+
+        target = target_of(cluster.address(cluster.tasks()[0]), tls or None)
+        server = join_cluster(target, job, tls=Path(tls) if tls else None, **options)
+    else:
+        server = Server(cluster, job, int(index), tls=tls or None, **options)
+    facts = {"address": server.address, "task": server.task}
+    parent.write(json.dumps(facts) + "\n")
     parent.flush()
     return serve(server, orders=sys.stdin, answers=parent)
 
@@ -57,4 +66,4 @@ if __name__ == "__main__":
     job, index, spec = sys.argv[1:4]
     choice = cast(TransportChoice, sys.argv[4])  # the server checks it
     tls, overdue = sys.argv[5:7]
-    sys.exit(main(job, int(index), spec, choice, tls, overdue, sys.argv[7:]))
+    sys.exit(main(job, index, spec, choice, tls, overdue, sys.argv[7:]))

@@ -16,7 +16,7 @@ from jgraph.cluster.events import Event
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
 from jgraph.cluster.wait_message import show_wait
 from jgraph.coordination.liveness.freezes import FROZEN_S
-from jgraph.errors import TaskMissingError, hints
+from jgraph.errors import RescaleError, TaskMissingError, hints
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
 from jgraph.launch.local.freezes import check_frozen_s
@@ -32,6 +32,8 @@ from jgraph.rpc.security.token import NAME, TOKEN_FILE, Token
 if TYPE_CHECKING:
     from jgraph.client.dashboard_process import Dashboard
 
+_SPARES = 64
+"""Certificates for workers that may join."""
 _END_S = 10.0
 """After the grace; a process has to end, too."""
 
@@ -65,6 +67,7 @@ class LocalCluster(Cluster):
       frozen_s: with ``restarts``, a task whose process is stopped (SIGSTOP, not a
         debugger) for so many seconds is killed and started again. One that is slow is
         not, and one that goes on before that is waited for.
+      elastic: whether ``scale`` may start more workers, and let some leave.
       dashboard: whether to start one; its address is logged, and in
         ``repr(cluster.board)``. See ``Cluster.dashboard``.
 
@@ -99,6 +102,7 @@ class LocalCluster(Cluster):
         tls: bool = False,
         restarts: int = 0,
         frozen_s: float = FROZEN_S,
+        elastic: bool = False,
         dashboard: bool = False,
         clock: Clock | None = None,
     ) -> None:
@@ -112,6 +116,7 @@ class LocalCluster(Cluster):
         check_frozen_s(frozen_s)
         clock = clock or SystemClock()
         deadline = clock.now() + timeout_s
+        self._is_elastic = elastic
         self._temporary = log_dir is None
         self._directory = Path(log_dir or tempfile.mkdtemp(prefix="jgraph-"))
         # Of this cluster alone; only the name of the directory leaves this process.
@@ -121,7 +126,9 @@ class LocalCluster(Cluster):
             if tls:
                 from jgraph.rpc.security.certificates import make_certificates
 
-                make_certificates(self._certificates, tasks_of(counts))
+                spares = _SPARES if elastic else 0
+                with_spares = {**counts, "worker": counts["worker"] + spares}
+                make_certificates(self._certificates, tasks_of(with_spares))
             token = Token.make(Path(self._secrets) / NAME)
             environment = {**(env or {}), TOKEN_FILE: str(token.path)}
             with show_wait(f"starting {sum(counts.values())} tasks"):
@@ -188,6 +195,26 @@ class LocalCluster(Cluster):
           the other.
         """
         return self._processes.restart(task, DRAIN_S + _END_S)
+
+    def _start_workers(self, count: int) -> None:
+        self._check_elastic()
+        self._processes.start_joiners(count)
+
+    def leave(self, task: TaskName) -> None:
+        """See ``Cluster.leave``."""
+        self._check_elastic()
+        super().leave(task)
+
+    def _forget_workers(self, tasks: Sequence[TaskName]) -> None:
+        for task in tasks:
+            self._processes.forget(task)
+
+    def _check_elastic(self) -> None:
+        if not self._is_elastic:
+            raise RescaleError(
+                "this cluster keeps the workers that it began with; make one whose "
+                "workers may join and leave: jg.LocalCluster(elastic=True)"
+            )
 
     def _launcher_events(self) -> list[Event]:
         return self._processes.events()

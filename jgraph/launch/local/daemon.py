@@ -193,6 +193,17 @@ def down(name: str, timeout_s: float = _END_S) -> NamedCluster:
     return cluster
 
 
+def start_workers(name: str, count: int) -> None:
+    """Lets the daemon of a named cluster start so many workers more, which join it.
+
+    Raises:
+      ClusterUnreachableError: no such cluster runs.
+    """
+    cluster = named_cluster(name)
+    _wanted_file(name).write_text(str(count))
+    os.kill(cluster.daemon, signal.SIGHUP)
+
+
 def log_of(name: str, task: str) -> Path:
     """Returns the log of a task of a named cluster that runs.
 
@@ -247,6 +258,11 @@ def _state_file(name: str) -> Path:
     return state_directory() / f"{name}.json"
 
 
+def _wanted_file(name: str) -> Path:
+    """Returns the file that says how many more workers a daemon is to start."""
+    return _state_file(name).with_suffix(".wanted")
+
+
 def _is_daemon(pid: int) -> bool:
     # A process id is given to others after its end: look at what it runs.
     try:
@@ -256,6 +272,17 @@ def _is_daemon(pid: int) -> bool:
     return "jgraph.launch.local.daemon" in command
 
 
+def _start_wanted(tasks: TaskProcesses, wanted: Path) -> None:
+    """Starts the workers that a file asks for, once."""
+    try:
+        count = int(wanted.read_text())
+        wanted.unlink()
+        tasks.forget_ended()
+        tasks.start_joiners(count)
+    except (OSError, ValueError, JGError):
+        logging.getLogger("jgraph.restarts").exception("no workers were started")
+
+
 def main(
     name: str, ps: int, workers: int, restarts: int, dashboard: int, log_dir: str
 ) -> None:
@@ -263,9 +290,15 @@ def main(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("jgraph.events").setLevel(logging.INFO)
     parent = hand_over_stdout()
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
+    ended, woken = threading.Event(), threading.Event()
+
+    def on_signal(number: int, frame: object) -> None:
+        if number != signal.SIGHUP:
+            ended.set()
+        woken.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, on_signal)
     writing = threading.Lock()
 
     def note() -> None:
@@ -289,7 +322,11 @@ def main(
             note()
         parent.write("ready\n")
         parent.close()
-        wait_signalled(ended)
+        while not ended.is_set():
+            wait_signalled(woken)
+            woken.clear()
+            if not ended.is_set():
+                _start_wanted(tasks, _wanted_file(name))
     finally:
         if board is not None:
             board.close()

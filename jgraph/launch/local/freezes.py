@@ -34,7 +34,7 @@ class FreezeWatch:
     """A thread looks at processes time and again, and kills those that stay frozen.
 
     Args:
-      processes: are started again when they die.
+      processes: are started again when they die; there may come others.
       events: takes what it does.
       clock: measures how long they are frozen.
       limit_s: see ``FROZEN_S``.
@@ -47,7 +47,7 @@ class FreezeWatch:
         clock: Clock,
         limit_s: float = FROZEN_S,
     ) -> None:
-        self._processes = {process.task: process for process in processes}
+        self._processes = processes
         self._events = events
         self._clock = clock
         self._freezes = Freezes(limit_s)
@@ -64,7 +64,8 @@ class FreezeWatch:
 
     def _watch(self) -> None:
         while not self._end.wait(LOOK_EVERY_S):
-            for task, process in self._processes.items():
+            for process in list(self._processes):
+                task = process.task
                 looked = Looked(task, process.is_frozen(), self._clock.now())
                 for kill in self._freezes.handle(looked):
                     why = f"{task} is frozen for {kill.frozen_s:.0f} s; it is killed"

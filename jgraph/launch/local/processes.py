@@ -5,14 +5,16 @@ Imports no JAX: a parent need not have loaded what its tasks load at the same ti
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TextIO, final
+from typing import Final, TextIO, final
 
 import numpy as np
 import psutil
@@ -22,15 +24,18 @@ from jgraph.cluster.events import Event
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import TransportChoice
 from jgraph.coordination.liveness.freezes import FROZEN_S
-from jgraph.errors import ConfigError, JGError, StartError
+from jgraph.errors import ConfigError, JGError, StartError, UnknownDeviceError
 from jgraph.graph.device import TaskName
 from jgraph.launch.local.exit_codes import how_it_ended, memory_kills
 from jgraph.launch.local.freezes import FreezeWatch
 from jgraph.launch.local.restarts import Restarter, wait_started
 
 START_S = 60.0
+JOINS: Final = "join"
+"""In place of the index of a task that gets one from its cluster."""
 _END_S = 5.0
 _LOG_LINES = 20
+_MODEST: Final = ("ps", "evaluator")
 
 
 @final
@@ -39,37 +44,46 @@ class TaskProcess:
 
     Args:
       job: its job.
-      index: its index in the job.
+      index: its index in the job; None: it joins a cluster, and gets one.
       directory: where its log goes.
       environment: variables to set for it.
       transport: see ``Server``.
       tls_directory: with its certificate; empty for plain text.
       allow_sources: see ``Server``.
       overdue_s: see ``Server``.
+      joins: the cluster that it joins.
     """
 
     def __init__(
         self,
         job: str,
-        index: int,
+        index: int | None,
         directory: Path,
         environment: Mapping[str, str],
         transport: TransportChoice = "auto",
         tls_directory: str = "",
         allow_sources: Sequence[str] = (),
         overdue_s: float | None = None,
+        joins: ClusterSpec | None = None,
     ) -> None:
-        self.task = TaskName(f"/job:{job}/task:{index}")
+        self.joins = index is None
+        """Whether it has joined a cluster that was up."""
+        number = JOINS if index is None else str(index)
+        self.task = TaskName(f"/job:{job}/task:{number}")
         self.address = ""
-        self.log = directory / f"{job}-{index}.log"
+        self.log = directory / f"{job}-{number}.log"
+        if index is None:  # it is called by its index once it has one
+            self.log = directory / f"{job}-{JOINS}-{secrets.token_hex(4)}.log"
         self.log.unlink(missing_ok=True)
-        self._which = [job, str(index)]
+        self._which = [job, number]
         overdue = "" if overdue_s is None else str(overdue_s)
         self._options = [transport, tls_directory, overdue, *allow_sources]
         self._environment = {**os.environ, **environment}
         self._kills_before = 0
-        alone = ClusterSpec({job: {index: "127.0.0.1:0"}}, port_zero=True)
-        self.process = self._started(alone)
+        if joins is None:
+            alone = {job: {index or 0: "127.0.0.1:0"}}
+            joins = ClusterSpec(alone, port_zero=True)
+        self.process = self._started(joins)
 
     def start(self, spec: ClusterSpec) -> None:
         """Starts it again, after its end, where it is in ``spec``."""
@@ -97,7 +111,11 @@ class TaskProcess:
         Raises:
           StartError: it ended instead; the message has the end of its log.
         """
-        self.address = json.loads(self._line())["address"]
+        facts = json.loads(self._line())
+        self.address, task = facts["address"], TaskName(facts["task"])
+        if task != self.task:
+            stem = task.removeprefix("/job:").replace("/task:", "-")
+            self.task, self.log = task, self.log.replace(self.log.with_stem(stem))
 
     def join(self, spec: ClusterSpec) -> None:
         """Gives the process the description of its cluster, and waits till it has it.
@@ -210,33 +228,37 @@ class TaskProcesses:
         on_start: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
     ) -> None:
-        self._processes: dict[TaskName, TaskProcess] = {}
+        self._processes: list[TaskProcess] = []
         self._restarter: Restarter | None = None
         self._freeze_watch: FreezeWatch | None = None
         self._again: set[TaskName] = set()
+        self._on_start = on_start
+        self._environments = {
+            job: {**({"JAX_PLATFORMS": "cpu"} if job in _MODEST else {}), **environment}
+            for job in {*counts, "worker"}
+        }
+        self._make = partial(
+            TaskProcess,
+            directory=directory,
+            transport=transport,
+            tls_directory=tls_directory,
+            allow_sources=allow_sources,
+            overdue_s=frozen_s if restarts else None,
+        )
         try:
             for job, count in counts.items():
-                modest = job in ("ps", "evaluator")
-                default = {"JAX_PLATFORMS": "cpu"} if modest else {}
                 for index in range(count):
-                    process = TaskProcess(
-                        job,
-                        index,
-                        directory,
-                        {**default, **environment},
-                        transport,
-                        tls_directory,
-                        allow_sources,
-                        frozen_s if restarts else None,
-                    )
-                    self._processes[process.task] = process
-            self._each(TaskProcess.wait_started, timeout_s)
+                    environment = self._environments[job]
+                    process = self._make(job, index, environment=environment)
+                    self._processes.append(process)
+            _each(self._processes, TaskProcess.wait_started, timeout_s)
             self.spec = self._spec()
             # A task that does not know the others yet would call itself the cluster.
-            self._each(lambda process: process.join(self.spec), timeout_s)
+            join = lambda process: process.join(self.spec)
+            _each(self._processes, join, timeout_s)
             if restarts:
                 self._restarter = Restarter(
-                    list(self._processes.values()),
+                    list(self._processes),
                     self.spec,
                     restarts,
                     start_s=START_S,
@@ -244,7 +266,7 @@ class TaskProcesses:
                     on_start=on_start,
                 )
                 self._freeze_watch = FreezeWatch(
-                    list(self._processes.values()),
+                    self._processes,
                     self._restarter.events,
                     clock or SystemClock(),
                     frozen_s,
@@ -254,19 +276,58 @@ class TaskProcesses:
             raise
 
     def __getitem__(self, task: str) -> TaskProcess:
-        self.spec.address(task)  # refuses a task that the cluster lacks
-        return self._processes[TaskName(task)]
+        found = next((one for one in self._processes if one.task == task), None)
+        if found is None:
+            listed = ", ".join(process.task for process in self._processes)
+            raise UnknownDeviceError(
+                f"'{task}' does not name one task of this cluster, which has {listed}",
+                task=str(task),
+            )
+        return found
+
+    def start_joiners(self, count: int, timeout_s: float = START_S) -> None:
+        """Starts workers that join the cluster, and waits until they serve.
+
+        Raises:
+          StartError: one ended while starting, or was not ready in time; none of them
+            is left.
+        """
+        environment = self._environments["worker"]
+        make = partial(self._make, environment=environment, joins=self.spec)
+        joiners = [make("worker", None) for _ in range(count)]
+        _each(joiners, TaskProcess.wait_started, timeout_s)
+        _each(joiners, lambda process: process.join(self.spec), timeout_s)
+        self._processes += joiners
+        if self._restarter is not None:
+            for process in joiners:
+                self._restarter.watch(process)
+        self._on_start()
+
+    def forget_ended(self) -> None:
+        """Forgets the tasks that joined and have left again."""
+        for process in list(self._processes):
+            if process.joins and process.process.poll() == 0:
+                self.forget(process.task)
+
+    def forget(self, task: TaskName) -> None:
+        """Waits for the end of a task that left the cluster, which is its last."""
+        process = self[task]
+        self._processes.remove(process)
+        process.end()
+        process.wait_ended(_END_S)
+        self._on_start()
 
     @property
     def master(self) -> TaskName:
         """The chief (worker 0) if there is one: it serves no variables to others."""
         chief = TaskName("/job:worker/task:0")
-        return chief if chief in self._processes else next(iter(self._processes))
+        tasks = [process.task for process in self._processes]
+        return chief if chief in tasks else tasks[0]
 
     @property
     def pids(self) -> dict[str, int]:
         """Process ids by task."""
-        return {task: p.process.pid for task, p in self._processes.items()}
+        return {p.task: p.process.pid for p in self._processes}
 
     def events(self) -> list[Event]:
         """Returns what became of processes that are started again."""
@@ -277,9 +338,9 @@ class TaskProcesses:
         if self._restarter is not None:
             return dict(self._restarter.final_deaths)
         return {
-            task: f"{task} ended by {process.how_it_ended()}"
-            for task, process in self._processes.items()
-            if process.process.poll() is not None and task not in self._again
+            process.task: f"{process.task} ended by {process.how_it_ended()}"
+            for process in list(self._processes)
+            if process.process.poll() is not None and process.task not in self._again
         }
 
     def restart(self, task: str, grace_s: float) -> int:
@@ -310,41 +371,45 @@ class TaskProcesses:
             self._freeze_watch.close()
         if self._restarter is not None:
             self._restarter.close()
-        for process in self._processes.values():
+        for process in self._processes:
             process.end()
-        for process in self._processes.values():
+        for process in self._processes:
             process.wait_ended(_END_S)
         if self._restarter is not None:
             self._restarter.join()
 
-    def _each(self, act: Callable[[TaskProcess], None], timeout_s: float) -> None:
-        """Does something with all processes at once; kills them all if one fails."""
-        processes = list(self._processes.values())
-        with ThreadPoolExecutor(len(processes)) as pool:
-            waiting = [pool.submit(act, process) for process in processes]
-            try:
-                for process, future in zip(processes, waiting, strict=True):
-                    try:
-                        future.result(timeout_s)
-                    except TimeoutError as error:
-                        if isinstance(error, JGError):
-                            raise
-                        raise StartError(
-                            f"{process.task} did not start within {timeout_s:g} s. "
-                            f"The end of its log:\n{process.tail()}",
-                            task=process.task,
-                        ) from None
-            except BaseException:
-                for process in processes:
-                    process.process.kill()
-                raise
-
     def _spec(self) -> ClusterSpec:
         jobs: dict[str, list[str]] = {}
-        for task, process in self._processes.items():
-            job = task.removeprefix("/job:").partition("/")[0]
+        for process in self._processes:
+            job = process.task.removeprefix("/job:").partition("/")[0]
             jobs.setdefault(job, []).append(process.address)
         return ClusterSpec(jobs)
+
+
+def _each(
+    processes: Sequence[TaskProcess],
+    act: Callable[[TaskProcess], None],
+    timeout_s: float,
+) -> None:
+    """Does something with all processes at once; kills them all if one fails."""
+    with ThreadPoolExecutor(len(processes)) as pool:
+        waiting = [pool.submit(act, process) for process in processes]
+        try:
+            for process, future in zip(processes, waiting, strict=True):
+                try:
+                    future.result(timeout_s)
+                except TimeoutError as error:
+                    if isinstance(error, JGError):
+                        raise
+                    raise StartError(
+                        f"{process.task} did not start within {timeout_s:g} s. "
+                        f"The end of its log:\n{process.tail()}",
+                        task=process.task,
+                    ) from None
+        except BaseException:
+            for process in processes:
+                process.process.kill()
+            raise
 
 
 def _ended(process: "subprocess.Popen[str]", timeout_s: float) -> int:

@@ -184,6 +184,10 @@ class Frame(_message.Message):
     FEED_DATA_FIELD_NUMBER: _builtins.int
     WANTED_DATA_FIELD_NUMBER: _builtins.int
     RUN_ANSWER_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    JOIN_REQUEST_FIELD_NUMBER: _builtins.int
+    JOIN_REPLY_FIELD_NUMBER: _builtins.int
+    LEAVE_REQUEST_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Exchange: dense per (sender incarnation, receiver), starting at 1."""
     method: _builtins.str
@@ -308,6 +312,14 @@ class Frame(_message.Message):
     def wanted_data(self) -> Global___WantedData: ...
     @_builtins.property
     def run_answer(self) -> Global___RunAnswer: ...
+    @_builtins.property
+    def members(self) -> Global___Members: ...
+    @_builtins.property
+    def join_request(self) -> Global___JoinRequest: ...
+    @_builtins.property
+    def join_reply(self) -> Global___JoinReply: ...
+    @_builtins.property
+    def leave_request(self) -> Global___LeaveRequest: ...
     def __init__(
         self,
         *,
@@ -371,12 +383,16 @@ class Frame(_message.Message):
         feed_data: Global___FeedData | None = ...,
         wanted_data: Global___WantedData | None = ...,
         run_answer: Global___RunAnswer | None = ...,
+        members: Global___Members | None = ...,
+        join_request: Global___JoinRequest | None = ...,
+        join_reply: Global___JoinReply | None = ...,
+        leave_request: Global___LeaveRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "feed_data", b"feed_data", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "keep_records", b"keep_records", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "feed_data", b"feed_data", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "join_reply", b"join_reply", "join_request", b"join_request", "keep_records", b"keep_records", "leave_request", b"leave_request", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "members", b"members", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "every_reply", b"every_reply", "feed_data", b"feed_data", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "keep_records", b"keep_records", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "method", b"method", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "every_reply", b"every_reply", "feed_data", b"feed_data", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "join_reply", b"join_reply", "join_request", b"join_request", "keep_records", b"keep_records", "leave_request", b"leave_request", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "members", b"members", "method", b"method", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "record", "records_kept", "keep_records", "take_records", "end_records", "move_variables", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table", "send_data", "feed_data", "wanted_data", "run_answer"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "record", "records_kept", "keep_records", "take_records", "end_records", "move_variables", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table", "send_data", "feed_data", "wanted_data", "run_answer", "members", "join_request", "join_reply", "leave_request"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1125,6 +1141,7 @@ class TaskStatus(_message.Message):
     CALLS_FIELD_NUMBER: _builtins.int
     GATES_FIELD_NUMBER: _builtins.int
     SAVES_FIELD_NUMBER: _builtins.int
+    ARRANGEMENT_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     incarnation: _builtins.int
     address: _builtins.str
@@ -1149,6 +1166,8 @@ class TaskStatus(_message.Message):
     """
     repeats_dropped: _builtins.int
     """frames that came twice"""
+    arrangement: _builtins.int
+    """as in Members"""
     @_builtins.property
     def programs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -1204,10 +1223,11 @@ class TaskStatus(_message.Message):
         calls: _abc.Iterable[Global___MethodCalls] | None = ...,
         gates: _abc.Iterable[Global___GateStatus] | None = ...,
         saves: Global___ShardSaves | None = ...,
+        arrangement: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "busy_s", b"busy_s", "calls", b"calls", "compilations", b"compilations", "data_port", b"data_port", "device_count", b"device_count", "gates", b"gates", "hash_tables", b"hash_tables", "health_port", b"health_port", "incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "pid", b"pid", "platform", b"platform", "programs", b"programs", "python", b"python", "repeats_dropped", b"repeats_dropped", "rss_bytes", b"rss_bytes", "saves", b"saves", "state", b"state", "steps", b"steps", "task", b"task", "traffic", b"traffic", "up_s", b"up_s", "variable_bytes", b"variable_bytes", "ways", b"ways"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arrangement", b"arrangement", "busy_s", b"busy_s", "calls", b"calls", "compilations", b"compilations", "data_port", b"data_port", "device_count", b"device_count", "gates", b"gates", "hash_tables", b"hash_tables", "health_port", b"health_port", "incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "pid", b"pid", "platform", b"platform", "programs", b"programs", "python", b"python", "repeats_dropped", b"repeats_dropped", "rss_bytes", b"rss_bytes", "saves", b"saves", "state", b"state", "steps", b"steps", "task", b"task", "traffic", b"traffic", "up_s", b"up_s", "variable_bytes", b"variable_bytes", "ways", b"ways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1514,6 +1534,7 @@ class RegisterProgram(_message.Message):
     PROGRAM_FIELD_NUMBER: _builtins.int
     PARTICIPANTS_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     run: _builtins.str
     """"Master.KeepProgram" (client -> master): a worker of this run that was started again
@@ -1525,6 +1546,10 @@ class RegisterProgram(_message.Message):
     def participants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """To a task: only its own partition is in `program`; these are all tasks with one."""
 
+    @_builtins.property
+    def members(self) -> Global___Members:
+        """To a task: where the participants are, if they are not all as described."""
+
     def __init__(
         self,
         *,
@@ -1532,10 +1557,11 @@ class RegisterProgram(_message.Message):
         program: Global___Program | None = ...,
         participants: _abc.Iterable[_builtins.str] | None = ...,
         run: _builtins.str = ...,
+        members: Global___Members | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["program", b"program"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "program", b"program"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "participants", b"participants", "program", b"program", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "members", b"members", "participants", b"participants", "program", b"program", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2959,10 +2985,13 @@ class ClusterStatus(_message.Message):
     MASTER_FIELD_NUMBER: _builtins.int
     TASKS_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
+    ARRANGEMENT_FIELD_NUMBER: _builtins.int
     cluster_json: _builtins.str
     """{"ps": {"0": "host:port"}, …}"""
     master: _builtins.str
     """task name of the master"""
+    arrangement: _builtins.int
+    """as in Members"""
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskStatus]: ...
     @_builtins.property
@@ -2976,14 +3005,184 @@ class ClusterStatus(_message.Message):
         master: _builtins.str = ...,
         tasks: _abc.Iterable[Global___TaskStatus] | None = ...,
         missing: _abc.Iterable[_builtins.str] | None = ...,
+        arrangement: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_json", b"cluster_json", "master", b"master", "missing", b"missing", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrangement", b"arrangement", "cluster_json", b"cluster_json", "master", b"master", "missing", b"missing", "tasks", b"tasks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
+
+@_typing.final
+class Members(_message.Message):
+    """---------------------------------------------------------------- members
+
+    "Members" (task -> task): take these if they are newer; the answer has the newest.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARRANGEMENT_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    arrangement: _builtins.int
+    """the newest counts; 0: the cluster is as it was described"""
+    task: _builtins.str
+    """who says so"""
+    incarnation: _builtins.int
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
+    def __init__(
+        self,
+        *,
+        arrangement: _builtins.int = ...,
+        members: _abc.Iterable[Global___Member] | None = ...,
+        task: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrangement", b"arrangement", "incarnation", b"incarnation", "members", b"members", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Members: _TypeAlias = Members  # noqa: Y015
+
+@_typing.final
+class Member(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    LEAVES_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    address: _builtins.str
+    incarnation: _builtins.int
+    """of the process that joined; 0: a task of the description"""
+    leaves: _builtins.bool
+    """it was told to"""
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        address: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        leaves: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "leaves", b"leaves", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Member: _TypeAlias = Member  # noqa: Y015
+
+@_typing.final
+class JoinRequest(_message.Message):
+    """"Master.Join" (a process that is no task yet -> any task): answered with a JoinReply."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    JGRAPH_FIELD_NUMBER: _builtins.int
+    JAX_FIELD_NUMBER: _builtins.int
+    INDICES_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    incarnation: _builtins.int
+    jgraph: _builtins.str
+    """versions"""
+    jax: _builtins.str
+    task: _builtins.str
+    """At first empty: which task may it be? Then: it is that one, and serves at `address`."""
+    address: _builtins.str
+    @_builtins.property
+    def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """it has certificates for these; none: any will do"""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        jgraph: _builtins.str = ...,
+        jax: _builtins.str = ...,
+        indices: _abc.Iterable[_builtins.int] | None = ...,
+        task: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "indices", b"indices", "jax", b"jax", "jgraph", b"jgraph", "job", b"job", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
+
+@_typing.final
+class JoinReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    lease_s: _builtins.float
+    """so long the index is kept for who does not serve yet"""
+    @_builtins.property
+    def members(self) -> Global___Members:
+        """of now, perhaps without it"""
+
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        members: Global___Members | None = ...,
+        lease_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["members", b"members"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "members", b"members", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinReply: _TypeAlias = JoinReply  # noqa: Y015
+
+@_typing.final
+class LeaveRequest(_message.Message):
+    """"Master.Leave" (a task that ends, or a client -> any task): it is told to leave, or
+    with `ended` it has.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    incarnation: _builtins.int
+    """of who says so of itself; 0: whoever is that task"""
+    ended: _builtins.bool
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "incarnation", b"incarnation", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveRequest: _TypeAlias = LeaveRequest  # noqa: Y015
 
 @_typing.final
 class OpenRun(_message.Message):
@@ -3031,6 +3230,7 @@ class OpenRun(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
     STANDBYS_FIELD_NUMBER: _builtins.int
+    ELASTIC_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     info: _builtins.str
     """JSON: what to know of it in order to attach"""
@@ -3078,6 +3278,10 @@ class OpenRun(_message.Message):
     def standbys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """"InheritRun": all standbys; who is there and comes first takes the place of the master."""
 
+    @_builtins.property
+    def elastic(self) -> Global___RunElastic:
+        """workers join and leave; unset: those that it began with"""
+
     def __init__(
         self,
         *,
@@ -3097,14 +3301,48 @@ class OpenRun(_message.Message):
         term: _builtins.int = ...,
         holders: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         standbys: _abc.Iterable[_builtins.str] | None = ...,
+        elastic: Global___RunElastic | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "copies", b"copies", "gate", b"gate", "saves", b"saves"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "copies", b"copies", "elastic", b"elastic", "gate", b"gate", "saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "client", b"client", "copies", b"copies", "frames", b"frames", "gate", b"gate", "holders", b"holders", "incarnation", b"incarnation", "info", b"info", "master", b"master", "run", b"run", "saves", b"saves", "source", b"source", "standbys", b"standbys", "term", b"term", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "client", b"client", "copies", b"copies", "elastic", b"elastic", "frames", b"frames", "gate", b"gate", "holders", b"holders", "incarnation", b"incarnation", "info", b"info", "master", b"master", "run", b"run", "saves", b"saves", "source", b"source", "standbys", b"standbys", "term", b"term", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenRun: _TypeAlias = OpenRun  # noqa: Y015
+
+@_typing.final
+class RunElastic(_message.Message):
+    """How many workers a run may have, and what an update is made of then."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEAST_FIELD_NUMBER: _builtins.int
+    MOST_FIELD_NUMBER: _builtins.int
+    CONTRIBUTIONS_FIELD_NUMBER: _builtins.int
+    BACKUP_WORKERS_FIELD_NUMBER: _builtins.int
+    least: _builtins.int
+    """with fewer it waits"""
+    most: _builtins.int
+    """0: any number"""
+    contributions: _builtins.int
+    """Synchronous training: contributions of an update; 0: of all workers but the backups."""
+    backup_workers: _builtins.int
+    def __init__(
+        self,
+        *,
+        least: _builtins.int = ...,
+        most: _builtins.int = ...,
+        contributions: _builtins.int = ...,
+        backup_workers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backup_workers", b"backup_workers", "contributions", b"contributions", "least", b"least", "most", b"most"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunElastic: _TypeAlias = RunElastic  # noqa: Y015
 
 @_typing.final
 class RunClient(_message.Message):
@@ -3390,6 +3628,7 @@ class RunRow(_message.Message):
     OF_STANDBY_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     task: _builtins.str
     """its master"""
@@ -3418,6 +3657,10 @@ class RunRow(_message.Message):
     def error(self) -> Global___Status:
         """what it failed with"""
 
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """that take part now"""
+
     def __init__(
         self,
         *,
@@ -3434,10 +3677,11 @@ class RunRow(_message.Message):
         of_standby: _builtins.bool = ...,
         frames: _builtins.int = ...,
         incarnation: _builtins.int = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "data_run", b"data_run", "error", b"error", "frames", b"frames", "incarnation", b"incarnation", "info", b"info", "of_standby", b"of_standby", "run", b"run", "seconds", b"seconds", "state", b"state", "steps", b"steps", "task", b"task", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "data_run", b"data_run", "error", b"error", "frames", b"frames", "incarnation", b"incarnation", "info", b"info", "of_standby", b"of_standby", "run", b"run", "seconds", b"seconds", "state", b"state", "steps", b"steps", "task", b"task", "term", b"term", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

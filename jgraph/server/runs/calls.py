@@ -74,6 +74,11 @@ class Runs:
         """Returns who looks after a run; None: these are loops of no run."""
         return self._supervisors.get(run)
 
+    def rearranged(self) -> None:
+        """Tells all runs that tasks have joined the cluster, or left it."""
+        for supervisor in self._supervisors.values():
+            supervisor.rearranged()
+
     def hand_over(self) -> None:
         """Lets standbys take the runs of this task, which is told to end."""
         for supervisor in self._supervisors.values():

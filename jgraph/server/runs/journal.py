@@ -170,6 +170,7 @@ class Journal:
             task=order.task,
             replica=order.replica,
             error=to_status(error),
+            seconds=self.seconds,
         )
         self._append(frame(loop_report=body, tensors=_NOTHING))
 
@@ -296,6 +297,7 @@ def _begun(order: pb.RunLoop) -> pb.LoopReport:
         replica=order.replica,
         task=order.task,
         handle=order.handle,
+        seconds=order.began_s,
     )
 
 

@@ -1,7 +1,7 @@
 """Peers: calls from a run's supervisor, on the master, to all tasks of the cluster."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 from typing import Final, Protocol
 
@@ -46,6 +46,12 @@ class Peers(Protocol):
 
 class LoopPeers(Peers, Protocol):
     """A ``Peers`` through which loops are told and tell."""
+
+    def workers(self) -> Mapping[TaskName, str]:
+        """Returns the workers that stay, each with its process if that joined."""
+
+    def note(self, kind: str, text: str) -> None:
+        """Notes an event of the cluster."""
 
     @property
     def dealers(self) -> Dealers:

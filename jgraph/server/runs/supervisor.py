@@ -19,13 +19,16 @@ from jgraph.coordination.run.supervisor import (
     Finish,
     Finished,
     FinishFailed,
+    Forget,
     GoBack,
     Instruction,
+    Knocked,
     LeaveOut,
     LoopBegan,
     LoopEnded,
     LoopLost,
     MasterLeaves,
+    MemberLeft,
     NobodyComes,
     Over,
     Pause,
@@ -58,6 +61,7 @@ from jgraph.rpc.transport import Frame
 from jgraph.runtime.compute_errors import as_error
 from jgraph.server.runs.copies import RunCopies
 from jgraph.server.runs.holds import PsHolds
+from jgraph.server.runs.joiners import PREPARE_S, RunJoiners, standing_tasks
 from jgraph.server.runs.journal import Journal, note_report
 from jgraph.server.runs.links import final_report_of
 from jgraph.server.runs.losses import RunLosses
@@ -77,6 +81,7 @@ from jgraph.server.runs.worker_setup import WorkerSetup
 _LOG = logging.getLogger("jgraph.recover")
 _POLL_S: Final = 0.5
 """Between two looks: that a worker answers again shows only by asking it."""
+_LAST_WORDS_S: Final = 2.0
 
 
 @final
@@ -137,6 +142,11 @@ class RunSupervisor:
         self.stopping = self._leaves = False
         self._looking = False
         self._working: set[asyncio.Task[None]] = set()
+        self._joiners = RunJoiners(order, peers, self.ready, self.record, clock)
+        self._joining: dict[int, tuple[int, asyncio.Task[None]]] = {}
+        self._written_off: set[str] = set()
+        """Loops under way whose workers are no tasks any more."""
+        self._news = asyncio.Event()  # of who is to be looked for
 
     # ------------------------------------------------------------ from outside
 
@@ -164,6 +174,9 @@ class RunSupervisor:
         """Returns how the run stands."""
         row = self.record.row()
         row.of_standby = self.is_of_standby
+        if self._supervisor is not None and not self.record.is_over:
+            running = self._supervisor.running
+            row.workers[:] = standing_tasks(self._orders, running)
         return row
 
     def journal_end(self) -> pb.RunRow:
@@ -216,7 +229,8 @@ class RunSupervisor:
             )
 
     def _make_supervisor(self, *, together: bool) -> Supervisor:
-        return Supervisor(together=together, wait_s=self._order.wait_s)
+        wait_s, least = self._order.wait_s, self._joiners.least
+        return Supervisor(together=together, wait_s=wait_s, least=least)
 
     @property
     def _is_held(self) -> bool:
@@ -270,6 +284,22 @@ class RunSupervisor:
         self._supervisor = self._make_supervisor(together=arbiter is not None)
         for event in events:
             self._handle(event)
+        self.rearranged()  # some may have left meanwhile
+
+    def rearranged(self) -> None:
+        """Takes note that tasks have joined the cluster, or left it."""
+        ends = self._supervisor is None or self.record.is_over or self._leaves
+        if ends or not self._joiners.is_elastic:
+            return
+        known = self._losses.known
+        for replica in self._joiners.leavers(self._orders):
+            self._write_off(self._orders[replica])
+            self._handle(MemberLeft(replica))
+        for order in list(self._orders.values()):
+            if self._joiners.replaced(order, known.get(TaskName(order.task), "")):
+                self._write_off(order)
+        self._news.set()
+        self._seek()
 
     def fail(self, error: JGError) -> None:
         """Ends the run."""
@@ -324,8 +354,10 @@ class RunSupervisor:
         self.saving.over(order)
         sync = order.HasField("sync")
         newest = self._arbiter if sync else self._orders.get(order.replica)
-        if order is newest:  # else a client has begun others
+        # Else a client has begun others, or its end is known already.
+        if order is newest and order.loop not in self._written_off:
             self._handle(event)
+        self._written_off.discard(order.loop)
 
     async def _event_of(
         self, error: JGError, order: pb.RunLoop, after: int, began_s: float
@@ -365,6 +397,19 @@ class RunSupervisor:
         self.record.lost(order, error)
         await self.ready.drop(order.handle)
         return LoopLost(order.replica, error)
+
+    def _write_off(self, order: pb.RunLoop) -> None:
+        """Ends a loop whose worker is no task any more, if it has not ended soon."""
+        if order.loop in self._under_way:
+            self._do(self._lose_member(order))
+
+    async def _lose_member(self, order: pb.RunLoop) -> None:
+        await asyncio.sleep(_LAST_WORDS_S)  # it may tell how it ended
+        if order.loop not in self._under_way or order.loop in self._written_off:
+            return
+        self._written_off.add(order.loop)
+        what = f"{order.task} is no member of the cluster any more"
+        self._handle(await self._leave_out(order, TaskLostError(what, task=order.task)))
 
     def learn_anew(self) -> None:
         """Takes note of which processes the run has now, in place of those before."""
@@ -421,15 +466,36 @@ class RunSupervisor:
             return
         for instruction in self._supervisor.handle(event, self._clock.now()):
             self._perform(instruction)
-        if self._supervisor.missing and not self._looking:
+        for replica in set(self._supervisor.left) & self._orders.keys():
+            self._joiners.left(self._orders.pop(replica))
+        self._seek()
+
+    def _seek(self) -> None:
+        """Begins to look for workers, if some are missing or might join."""
+        if self._seeks and not self._looking:
             self._looking = True
             self._do(self._look())
+
+    @property
+    def _seeks(self) -> bool:
+        supervisor = self._supervisor
+        if supervisor is None:
+            return False
+        return bool(supervisor.missing or self._strangers)
+
+    @property
+    def _strangers(self) -> list[TaskName]:
+        """Workers that may join, if the run takes any."""
+        supervisor = self._supervisor
+        if supervisor is None or not supervisor.takes_workers or self.record.is_over:
+            return []
+        return self._joiners.strangers(self._orders)
 
     def _perform(self, instruction: Instruction) -> None:
         arbiter = self._arbiter
         match instruction:
-            case Prepare(replica):
-                self._do(self._prepare(replica))
+            case Prepare() | Forget():
+                self._perform_for(instruction)
             case Begin(replicas):
                 self._begin(replicas)
             case Pause():
@@ -446,6 +512,17 @@ class RunSupervisor:
                 self._do(self._finish())
             case Over(state, error):
                 self._end(state, error)
+
+    def _perform_for(self, instruction: Prepare | Forget) -> None:
+        self._number += 1
+        replica, number = instruction.replica, self._number
+        match instruction:
+            case Forget():
+                self._forget(replica)
+            case Prepare(_, True):
+                self._joining[replica] = number, self._do(self._join(replica, number))
+            case Prepare():
+                self._do(self._prepare(replica, number))
 
     def _begin(self, replicas: Sequence[int]) -> None:
         if self._arbiter is not None:
@@ -644,20 +721,71 @@ class RunSupervisor:
         """Looks for workers that are missing, as long as there are any."""
         assert self._supervisor is not None
         try:
-            while self._supervisor.missing:
-                await asyncio.sleep(_POLL_S)
+            while self._seeks:
+                await self._pause_looking()
                 self._handle(TimePassed())
+                due = self._joiners.due(self._orders) if self._strangers else []
+                if not (self._supervisor.missing or due):
+                    continue
                 if (error := await self._losses.unreached_ps()) is not None:
                     self._handle(PsGone(error))
                 await self._ask_restarters()
                 ready = await ready_tasks(self._peers)
                 for replica in self._supervisor.missing:
+                    if replica not in self._orders:
+                        continue  # it has left meanwhile
                     task = TaskName(self._orders[replica].task)
                     if await self._losses.is_back(task, ready):
                         self._handle(WorkerAnswered(replica))
+                for task in due:
+                    if await self._losses.is_back(task, ready):
+                        self._admit(task)
         finally:
             self._looking = False
             self._losses.unreached.clear()
+
+    async def _pause_looking(self) -> None:
+        """Waits a while, or for news of members."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), _POLL_S)
+        self._news.clear()
+
+    def _admit(self, task: TaskName) -> None:
+        """Lets a worker join the run, if that still takes it."""
+        if task not in self._strangers:
+            return
+        self._number += 1
+        order = self._joiners.admit(task, self._orders, self._number)
+        self._orders[order.replica] = order
+        self._handle(Knocked(order.replica))
+
+    async def _join(self, replica: int, number: int) -> None:
+        """Prepares a worker that joins, within its time."""
+        order = self._orders[replica]
+        try:
+            async with asyncio.timeout(PREPARE_S):
+                ready = await self._make_ready(replica, number)
+        except TimeoutError:
+            ready = False
+            text = "%s was not ready after %g s, and does not take part yet"
+            _LOG.warning(text, order.task, PREPARE_S)
+        if ready:
+            text = f"{order.task} takes part in run '{order.run}'"
+            self._peers.note("joined", text)
+        elif ready is not None:
+            self._joiners.could_not(TaskName(order.task))
+        self._joining.pop(replica, None)
+        if ready is not None:
+            self._handle(WorkerReady(replica) if ready else WorkerNotReady(replica))
+
+    def _forget(self, replica: int) -> None:
+        """Prepares a worker that would join no more."""
+        order = self._orders.pop(replica)
+        self._do(self.ready.drop(order.handle))
+        if (preparing := self._joining.pop(replica, None)) is not None:
+            number, task = preparing
+            task.cancel()
+            self._do(self.ready.drop(self.ready.next_handle(order, number)))
 
     async def _ask_restarters(self) -> None:
         """Asks whether somebody starts a worker, if the run has none."""
@@ -680,22 +808,30 @@ class RunSupervisor:
         if self._restarters.learned(workers, what) is not None:
             self._handle(NobodyComes())
 
-    async def _prepare(self, replica: int) -> None:
+    async def _prepare(self, replica: int, number: int) -> None:
+        """Prepares a worker that is back."""
+        ready = await self._make_ready(replica, number)
+        if ready is None:
+            return
+        if ready:
+            text = "%s answers again and takes part in the run"
+            _LOG.warning(text, self._orders[replica].task)
+        self._handle(WorkerReady(replica) if ready else WorkerNotReady(replica))
+
+    async def _make_ready(self, replica: int, number: int) -> bool | None:
+        """Gives a worker what its loop needs; None: the run goes on elsewhere."""
         order = self._orders[replica]
-        self._number += 1
         try:
             await check_master(self._peers, order.run, order.term)
-            order.handle = await self.ready.prepare(order, self._number)
+            order.handle = await self.ready.prepare(order, number)
             await self.copies.admit(order.handle, 0)
         except FencedError as error:
             self._handle(Failed(error))
-            return
+            return None
         except JGError as error:  # it went away again; the next look tells
             _LOG.info("%s does not take part yet: %s", order.task, error.message)
-            self._handle(WorkerNotReady(replica))
-            return
-        _LOG.warning("%s answers again and takes part in the run", order.task)
-        self._handle(WorkerReady(replica))
+            return False
+        return True
 
     def _again(self, order: pb.RunLoop) -> pb.RunLoop:
         self._number += 1
@@ -704,6 +840,8 @@ class RunSupervisor:
     async def _begin_round(self, arbiter: pb.RunLoop, replicas: Sequence[int]) -> None:
         """Begins the next round of synchronous training."""
         orders = [self._again(self._orders[r]) for r in replicas]
+        wanted = self._joiners.contributions(arbiter.sync.wanted, len(orders))
+        arbiter.sync.wanted = wanted
         try:
             await open_round_gates(self._peers, arbiter, orders)
         except JGError as error:
@@ -717,10 +855,11 @@ class RunSupervisor:
             self.record.begins(order)
             self._start(order)
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+    def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(self._done(work))
         self._working.add(task)
         task.add_done_callback(self._working.discard)
+        return task
 
     async def _done(self, work: Coroutine[Any, Any, None]) -> None:
         try:

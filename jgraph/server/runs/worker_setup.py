@@ -10,10 +10,11 @@ from jgraph.cluster.deadlines import COMPILE_S, CONTROL_S
 from jgraph.errors import ConfigError, DataError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.program import Program
+from jgraph.plan.program.replicas import for_replica
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
-from jgraph.rpc.wire.program_codec import decode_program
+from jgraph.rpc.wire.program_codec import decode_program, encode_program
 from jgraph.server.runs.peers import Peers
 from jgraph.server.runs.run_client import RunClient
 
@@ -51,6 +52,34 @@ class WorkerSetup:
         else:
             self._before[TaskName(body.program.driver)].append(request)
 
+    def keep_for(self, loop: pb.RunLoop, like: pb.RunLoop) -> list[Frame]:
+        """Keeps the programs of a worker that joins, made from those of another.
+
+        Args:
+          loop: of the one that joins; its handle names its program.
+          like: of the other.
+
+        Returns:
+          What is kept, for who keeps it as well.
+        """
+        old, new = TaskName(like.task), TaskName(loop.task)
+
+        def made(frame_kept: Frame, handle: str) -> Frame:
+            kept = decode_program(body_of(frame_kept).program, frame_kept.tensors)
+            program = for_replica(
+                kept.rename_task(old, new), loop.replica, of=like.replica
+            )
+            message, tensors = encode_program(program)
+            body = pb.RegisterProgram(handle=handle, program=message, run=loop.run)
+            return frame(register_program=body, tensors=tensors)
+
+        before = [] if new in self._before else self._before.get(old, [])
+        programs = [made(self._kept(like.handle), loop.handle)]
+        programs += [made(one, "") for one in before]
+        for one in programs:
+            self.keep(one)
+        return programs
+
     async def prepare(self, loop: pb.RunLoop, number: int) -> str:
         """Prepares the worker of a loop; returns the handle of its program.
 
@@ -62,10 +91,14 @@ class WorkerSetup:
           JGError: the worker, or one it works with, does not answer.
         """
         task = TaskName(loop.task)
-        handle = await self.renew(loop.handle, f"{loop.term}.{number}")
+        handle = await self.renew(loop.handle, _suffix(loop, number))
         await self.give_data(task, loop.data)
         await self.begin(task, handle)
         return handle
+
+    def next_handle(self, loop: pb.RunLoop, number: int) -> str:
+        """Returns the handle that ``prepare`` gives."""
+        return f"{_first(loop.handle)}~{_suffix(loop, number)}"
 
     async def begin(self, task: TaskName, once: str) -> None:
         """Gives a task the first values of what begins anew with its process.
@@ -163,6 +196,10 @@ class WorkerSetup:
             else:
                 return
         raise DataError(f"no task that answers has the data set '{name}' for {task}")
+
+
+def _suffix(loop: pb.RunLoop, number: int) -> str:
+    return f"{loop.term}.{number}"
 
 
 def _first(handle: str) -> str:

@@ -13,6 +13,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.runtime.data.batches import Array
 from jgraph.train.hash_tables.hash_state import COUNTS
 from jgraph.train.model.metrics import as_float64, is_complex
+from jgraph.train.run.members import RunMembers
 from jgraph.train.run.plot import Curve, Panel, Plot, draw_plot
 from jgraph.train.run.profile import Profile, make_profile
 from jgraph.train.state.runner import Chunk, Events, Staleness
@@ -64,6 +65,8 @@ class History:
         self._lock = threading.Lock()
         self.staleness: Staleness = {}
         """How old gradients were, once the run has ended."""
+        self.members = RunMembers()
+        """Who took part, once the run has ended."""
         self.events: Events = ()
         """What happened in hash tables, once the run has ended."""
         self._untold = 0

@@ -15,6 +15,7 @@ from jgraph.runtime.data.batches import Array
 from jgraph.train.data.data import Data
 from jgraph.train.data.source import Source
 from jgraph.train.run.history import History
+from jgraph.train.run.members import RunMembers
 from jgraph.train.run.plot import Plot
 from jgraph.train.run.profile import Profile
 from jgraph.train.run.report import Report
@@ -67,6 +68,9 @@ class Result(Protocol):
 
     def current_staleness(self) -> Staleness:
         """Returns how old the gradients of the run have been."""
+
+    def current_members(self) -> RunMembers:
+        """Returns who takes part in the run, and who did."""
 
     def current_events(self) -> Events:
         """Returns what has happened in hash tables so far."""
@@ -207,6 +211,17 @@ class Run:
         return (
             self._history.staleness if has_ended else self._result.current_staleness()
         )
+
+    def members(self) -> RunMembers:
+        """Returns the workers of the run: since when, and their shares of the batches.
+
+        Those that have left, or are lost, are there as well. Empty in this process.
+
+        Example:
+          ``[(m.task, m.state, m.share) for m in run.members()]``.
+        """
+        has_ended = self._done.is_set()
+        return self._history.members if has_ended else self._result.current_members()
 
     def events(self) -> Events:
         """Returns what happened to the ids of hash tables: a row per table and ps.

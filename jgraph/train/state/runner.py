@@ -17,6 +17,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.runtime.data.batches import Array
 from jgraph.train.data.data import Dataset
 from jgraph.train.hash_tables.hash_state import TableEvent
+from jgraph.train.run.members import RunMembers
 from jgraph.train.state.remote_arrays import RunSnapshot
 
 Position: TypeAlias = Mapping[str, Any] | None
@@ -205,6 +206,9 @@ class Runner(Protocol):
 
     def staleness(self) -> Staleness:
         """Returns how old the gradients of the last run were."""
+
+    def members(self) -> RunMembers:
+        """Returns who takes part in the last run."""
 
     def plan(self) -> Any:
         """Returns what goes where; prints and shows itself in a notebook."""

@@ -11,6 +11,7 @@ from jgraph.train.data.data import Data, Dataset
 from jgraph.train.data.source import Source, as_source_or_dataset
 from jgraph.train.evaluation.evaluations import Copy, Evaluation
 from jgraph.train.parts import TrainerBuild
+from jgraph.train.run.members import RunMembers
 from jgraph.train.run.run import Predictor
 from jgraph.train.state.runner import Events, Position, Staleness
 
@@ -55,6 +56,10 @@ class TrainingState:
     def current_staleness(self) -> Staleness:
         """See ``Result.current_staleness``."""
         return self._parts.build()[1].staleness()
+
+    def current_members(self) -> RunMembers:
+        """See ``Result.current_members``."""
+        return self._parts.build()[1].members()
 
     def current_events(self) -> Events:
         """See ``Result.current_events``."""

@@ -11,7 +11,6 @@ Source: Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et 
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any, Literal, TypeAlias, final
 
 import jax
@@ -22,13 +21,12 @@ from jgraph.graph.device import DeviceSpec, device
 from jgraph.graph.graph import Graph
 from jgraph.graph.variable import Variable
 from jgraph.plan.program.accumulate import MEAN
-from jgraph.plan.program.program import Program
+from jgraph.plan.program.replicas import own_prefix
 
 GradientDtype: TypeAlias = Literal["bfloat16", "int8"]
 GRADIENT_DTYPES = ("bfloat16", "int8")
 
 _LARGEST = 127.0
-_PREFIX = "residual/"
 _BEFORE, _SEEN = "before/", "seen"
 _COUNTED = "counted"
 
@@ -124,7 +122,7 @@ class Compression:
         ]
         return tuple(
             Variable(
-                f"{_PREFIX}0/{name}",
+                f"{own_prefix(0)}{name}",
                 (shape, dtype, jnp.zeros),
                 device="/job:worker/task:0",
                 container=container,
@@ -221,7 +219,7 @@ def begun(graph: Graph, replica: int | None) -> list[Variable]:
       graph: planned for worker 0.
       replica: those that this worker has; None: those of the ps.
     """
-    old, new = f"{_PREFIX}0/", f"{_PREFIX}{replica}/"
+    old, new = own_prefix(0), own_prefix(replica or 0)
     return [
         Variable(
             spec.name.replace(old, new, 1),
@@ -232,23 +230,3 @@ def begun(graph: Graph, replica: int | None) -> list[Variable]:
         for spec in graph.variables
         if (spec.name == _COUNTED if replica is None else spec.name.startswith(old))
     ]
-
-
-def for_replica(program: Program, replica: int) -> Program:
-    """Returns a program planned for worker 0 with the left-overs of another."""
-    old, new = f"{_PREFIX}0/", f"{_PREFIX}{replica}/"
-    return replace(
-        program,
-        partitions=tuple(
-            replace(
-                partition,
-                variables=tuple(
-                    replace(v, name=new + v.name.removeprefix(old))
-                    if v.name.startswith(old)
-                    else v
-                    for v in partition.variables
-                ),
-            )
-            for partition in program.partitions
-        ),
-    )

@@ -15,6 +15,7 @@ from jgraph.cluster.loop_messages import LoopRequest
 from jgraph.plan.program.accumulate import gated, shards_of
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.data.data import Dataset
+from jgraph.train.run.members import RunMembers
 from jgraph.train.state.placement import plan_on
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position, Staleness
@@ -40,7 +41,7 @@ class AsyncRunner:
         self._cluster = cluster
         self._strategy = strategy
         self.state = RemoteState(step, cluster, strategy.durability)
-        self.runs = RemoteRuns(self.state, self._plan)
+        self.runs = RemoteRuns(self.state, self._plan, strategy.elastic)
         self._workers = self.runs.workers
 
     def prepare(self, dataset: Dataset, batch_size: int) -> None:
@@ -87,6 +88,10 @@ class AsyncRunner:
             return {}
         gate = self._step.container
         return staleness_of(self._cluster, gate, last.shards, last.workers)
+
+    def members(self) -> RunMembers:
+        """See ``Runner.members``."""
+        return self.runs.members.members()
 
     def plan(self) -> Any:
         """See ``Runner.plan``."""

@@ -13,6 +13,7 @@ from jgraph.coordination.data.dispatch import Asked, Deal, Dispatch, Progressed
 from jgraph.graph.graph import Graph, eval_graph
 from jgraph.runtime.data.batches import LeasedBatches
 from jgraph.train.data.data import Batch, Dataset
+from jgraph.train.run.members import RunMembers
 from jgraph.train.state.local_state import LocalState
 from jgraph.train.state.runner import (
     Chunk,
@@ -195,6 +196,10 @@ class LocalRunner:
         """See ``Runner.position``."""
         dispatch = self._dispatch
         return self.state.position if dispatch is None else dispatch.state()
+
+    def members(self) -> RunMembers:
+        """See ``Runner.members``."""
+        return RunMembers()
 
     def staleness(self) -> Staleness:
         """See ``Runner.staleness``."""

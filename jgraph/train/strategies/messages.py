@@ -34,13 +34,18 @@ def dealt_data(state: RemoteState, order: Order) -> DealtData:
     return DealtData(
         plan,
         order.steps,
-        len(state.done),
+        len(state.cluster.tasks("worker")),
         position_in(plan, state.position, sum(state.done)),
     )
 
 
 def about_run(
-    state: RemoteState, order: Order, prepared: Prepared, *, synchronous: bool
+    state: RemoteState,
+    order: Order,
+    prepared: Prepared,
+    *,
+    synchronous: bool,
+    elastic: pb.RunElastic | None,
 ) -> RunRequest:
     """Returns what the master is told of a run.
 
@@ -49,6 +54,7 @@ def about_run(
       order: what to train.
       prepared: the step, registered.
       synchronous: whether each step is one of all workers.
+      elastic: how many workers it may have.
     """
     cluster, saves, options = state.cluster, None, order.checkpoint
     each = prepared.programs(cluster.tasks("worker"))
@@ -80,6 +86,7 @@ def about_run(
         "container": state.step.container,
         "synchronous": synchronous,
         "checkpoints": directory,
+        "workers": None if elastic is None else [elastic.least, elastic.most or None],
     }
     zeros = defaultdict[TaskName, list[Variable]](list)
     for variable in state.residuals(prepared.graph):
@@ -92,6 +99,7 @@ def about_run(
         [*_restart_programs(cluster, programs, zeros)],
         wait_s=order.wait_s,
         client=client,
+        elastic=elastic,
     )
 
 

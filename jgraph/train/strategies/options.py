@@ -9,6 +9,7 @@ from jgraph.plan.placement.spread import PlacementFunction
 from jgraph.train.counts import as_ints, is_count
 from jgraph.train.state.durability import Durability, check_durability
 from jgraph.train.step.compress import GradientDtype, check_gradient_dtype
+from jgraph.train.strategies.elastic import Elastic, check_elastic
 from jgraph.view import markup
 
 
@@ -50,6 +51,8 @@ class AsyncPS:
       placement: chooses the ps of each parameter or shard: ``jg.RoundRobin()``,
         ``jg.GreedyLoadBalancing()``, or a function of (bytes by name, tasks); by
         bytes, largest first, if unset.
+      elastic: lets workers join and leave a run that goes on; None: it keeps those that
+        it began with, and takes lost ones back.
 
     Raises:
       ConfigError: an option outside what is possible.
@@ -67,9 +70,16 @@ class AsyncPS:
     gradient_dtype: GradientDtype | None = None
     durability: Durability = "checkpoint"
     prefetch: int = 0
+    elastic: Elastic | None = None
 
     def __post_init__(self) -> None:
         _check_shared(self)
+        if self.elastic is not None and self.elastic.batch == "global":
+            raise ConfigError(
+                "AsyncPS(elastic=jg.Elastic(batch='global')): each batch of a worker "
+                "is an update of its own, so none is of all workers; use "
+                "batch='each', or SyncPS"
+            )
         bound = self.max_staleness
         if bound is not None and not is_count(bound, 0):
             raise ConfigError(
@@ -128,6 +138,9 @@ class SyncPS:
       durability: what a run still has when a ps is lost, as for ``AsyncPS``. All ps go
         on from the same update; for that, with ``"replica"`` each ps also keeps its
         variables as they were before the newest update.
+      elastic: lets workers join and leave between two updates, as for ``AsyncPS``. An
+        update is of all workers there are then, but the backups, unless
+        ``replicas_to_aggregate`` says how many.
 
     Raises:
       ConfigError: a number outside what is possible.
@@ -145,6 +158,7 @@ class SyncPS:
     placement: PlacementFunction | None = None
     gradient_dtype: GradientDtype | None = None
     durability: Durability = "checkpoint"
+    elastic: Elastic | None = None
 
     def __post_init__(self) -> None:
         _check_shared(self)
@@ -196,6 +210,7 @@ ParameterServers: TypeAlias = AsyncPS | SyncPS
 def _check_shared(strategy: ParameterServers) -> None:
     check_gradient_dtype(strategy.gradient_dtype)
     check_durability(strategy.durability)
+    check_elastic(strategy.elastic)
     if not strategy.step_timeout_s > 0:
         raise ConfigError(
             f"step_timeout_s is {strategy.step_timeout_s}; it must be over 0 seconds"

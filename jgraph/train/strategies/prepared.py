@@ -9,7 +9,7 @@ from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
 from jgraph.plan.plan import Plan
 from jgraph.plan.program.program import Program
-from jgraph.train.step.compress import for_replica
+from jgraph.plan.program.replicas import for_replica
 
 
 @final
@@ -40,7 +40,7 @@ class Prepared:
     def programs(self, workers: Sequence[TaskName]) -> list[Program]:
         """Returns what each worker runs, and then what is run on the ps."""
         program = self.plan.program
-        each = [program.rename_task(workers[0], worker) for worker in workers]
+        each = [program.rename_task(program.driver, worker) for worker in workers]
         return [*(for_replica(one, n) for n, one in enumerate(each)), *self.on_ps]
 
     @property

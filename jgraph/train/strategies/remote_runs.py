@@ -10,13 +10,15 @@ from typing import Any, final
 from jgraph.client.runs.follower import Owner, RunFollower
 from jgraph.client.runs.runs import RunInfo
 from jgraph.client.runs.submission import MakeLoops, submit_run
-from jgraph.cluster.loop_messages import DealtData, LoopReport
+from jgraph.cluster.loop_messages import ARBITER, DealtData, LoopReport
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
 from jgraph.train.data.data import Dataset
+from jgraph.train.run.members import MemberBook
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position
+from jgraph.train.strategies.elastic import Elastic, elastic_order
 from jgraph.train.strategies.messages import about_run
 from jgraph.train.strategies.prepared import Prepared
 from jgraph.train.strategies.workers import Workers, chunks_of, end_run
@@ -29,10 +31,19 @@ class RemoteRuns:
     Args:
       state: what they change.
       make: given the types of a batch, traces and plans the step.
+      elastic: how many workers a run may have; None: those that it begins with.
     """
 
-    def __init__(self, state: RemoteState, make: Callable[[Any], Prepared]) -> None:
+    def __init__(
+        self,
+        state: RemoteState,
+        make: Callable[[Any], Prepared],
+        elastic: Elastic | None,
+    ) -> None:
         self._state = state
+        self._elastic = elastic
+        self.members = MemberBook()
+        """Who takes part in the newest run."""
         self.workers = Workers(state)
         self._make = make
         self._prepared: dict[str, Prepared] = {}
@@ -64,8 +75,13 @@ class RemoteRuns:
           order: what to train.
           book: where the run begins, if its workers train in step.
         """
+        elastic, cluster = self._elastic is not None, self._state.cluster
+        if (elastic or cluster.arrangement) and self.workers.renew_tasks():
+            self._has_replaced = True
         prepared = self.prepare(order.dataset, order.batch_size)
         state, workers = self._state, self.workers.tasks
+        if self._elastic is not None:
+            self._elastic.check_count(len(workers))
         with state.lock:
             state.initialize()
             if order.save_every and order.lease_s is not None:  # this client saves
@@ -110,10 +126,16 @@ class RemoteRuns:
         if order.lease_s is not None:
             give = partial(self._give_data, prepared, order.dataset)
             owner = Owner(give, state.hold())
+        wait_s = order.wait_s if self._elastic is None else self._elastic.wait_s
+        order, self.members = replace(order, wait_s=wait_s), MemberBook()
         try:
             with state.lock:
                 together = data is None
-                about = about_run(state, order, prepared, synchronous=together)
+                about = about_run(
+                    *(state, order, prepared),
+                    synchronous=together,
+                    elastic=elastic_order(self._elastic),
+                )
                 run = submit_run(state.cluster, make, about, data, order.stop, owner)
             try:
                 yield from self._follow(run, prepared.names)
@@ -163,11 +185,15 @@ class RemoteRuns:
 
     def _note(self, report: LoopReport, run: RunFollower, *, together: bool) -> None:
         state, is_restore = self._state, report.restored is not None
+        self.members.note(report)
+        if report.handle and self.last is not None:
+            handle = report.handle.partition("~")[0]
+            self.last.workers.setdefault(handle, report.task)
         state.is_training |= is_restore
         self._has_gone_back |= is_restore
         is_replacement = report.state in {"lost", "left"} or "~" in report.handle
         self._has_replaced |= is_restore or is_replacement
-        if report.replica < len(self.workers.tasks) and not is_restore:
+        if report.replica != ARBITER and not is_restore:
             self.workers.note(report)
             if together and self.workers.ran_out(report):
                 run.stop()  # the others would wait for that one
@@ -181,6 +207,7 @@ class RemoteRuns:
             self._state.position = position
 
     def _give_data(self, prepared: Prepared, dataset: Dataset, task: TaskName) -> None:
+        self._state.cluster.find(task)  # it may have joined since
         self.workers.renew(task, prepared.graph, dataset)
 
     def position(self) -> Position:

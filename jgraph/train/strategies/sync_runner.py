@@ -15,12 +15,13 @@ from typing import Any, final
 
 from jgraph.client.cluster import Cluster
 from jgraph.client.runs.gates import open_gate
-from jgraph.cluster.loop_messages import LoopRequest, SyncRequest
+from jgraph.cluster.loop_messages import ARBITER, LoopRequest, SyncRequest
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.accumulate import MEAN, averaging, contributing, shards_of
 from jgraph.train.data.data import Dataset
 from jgraph.train.model.metrics import CONTRIBUTIONS
+from jgraph.train.run.members import RunMembers
 from jgraph.train.state.placement import plan_on
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position, Staleness
@@ -58,7 +59,7 @@ class SyncRunner:
         self._cluster = cluster
         self._strategy = strategy
         self.state = RemoteState(step, cluster, strategy.durability, together=True)
-        self.runs = RemoteRuns(self.state, self._plan)
+        self.runs = RemoteRuns(self.state, self._plan, strategy.elastic)
         self._workers = self.runs.workers
         self._replicas = len(self._workers.tasks)
         self._contributions = strategy.contributions(self._replicas)
@@ -84,6 +85,10 @@ class SyncRunner:
     def staleness(self) -> Staleness:
         """See ``Runner.staleness``."""
         return {}  # every gradient is of the newest values
+
+    def members(self) -> RunMembers:
+        """See ``Runner.members``."""
+        return self.runs.members.members()
 
     def plan(self) -> Any:
         """See ``Runner.plan``."""
@@ -153,7 +158,7 @@ class SyncRunner:
             data="",
             steps=order.steps,
             batch_size=0,
-            replica=self._replicas,
+            replica=ARBITER,
             step_timeout_s=limit,
             report_every_s=order.report_every_s,
             sync=sync,

@@ -43,6 +43,14 @@ class Workers:
         # Which data the workers hold: the same data of a later fit is not sent again.
         self._digests: dict[TaskName, str] = {}
 
+    def renew_tasks(self) -> bool:
+        """Takes note of who has joined the cluster since, or left; returns whether."""
+        tasks = self._cluster.renewed_tasks("worker")
+        changed = tasks != self.tasks
+        self.tasks = tasks
+        self._state.done += [0] * (len(tasks) - len(self._state.done))
+        return changed
+
     def upload(
         self,
         graph: Graph,
@@ -157,6 +165,7 @@ class Workers:
 
     def note(self, report: LoopReport) -> None:
         """Learns from a report how many steps its replica has done."""
+        self._state.done += [0] * (report.replica + 1 - len(self._state.done))
         if len(report.steps):
             self._state.done[report.replica] = int(report.steps[-1]) + 1
 

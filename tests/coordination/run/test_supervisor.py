@@ -8,12 +8,15 @@ from jgraph.coordination.run.supervisor import (
     Event,
     Finish,
     Finished,
+    Forget,
     GoBack,
     Instruction,
+    Knocked,
     LoopBegan,
     LoopEnded,
     LoopFailed,
     LoopLost,
+    MemberLeft,
     Over,
     Pause,
     Prepare,
@@ -35,8 +38,8 @@ from jgraph.errors import TaskLostError
 GONE = TaskLostError("gone")
 
 
-def begun(*, together: bool) -> Supervisor:
-    supervisor = Supervisor(together=together)
+def begun(*, together: bool, least: int = 1) -> Supervisor:
+    supervisor = Supervisor(together=together, least=least)
     row: list[Event] = [RoundBegan()] if together else []
     for event in [*row, LoopBegan(0), LoopBegan(1)]:
         assert supervisor.handle(event, 0.0) == []
@@ -46,10 +49,13 @@ def begun(*, together: bool) -> Supervisor:
 class AnyCrew:
     """A supervisor, and what is true of the loops that it began."""
 
-    def __init__(self, *, together: bool) -> None:
-        self.supervisor, self.running = begun(together=together), {0, 1}
+    def __init__(self, *, together: bool, least: int) -> None:
+        self.supervisor = begun(together=together, least=least)
+        self.running, self.least = {0, 1}, least
         self.row = self.together = together
         self.preparing: set[int] = set()
+        self.joining: set[int] = set()
+        self.left = {2, 3}
         self.pausing = self.resting = self.over = self.lost = False
 
     def possible(self) -> list[Event]:
@@ -67,8 +73,10 @@ class AnyCrew:
             [Restarted(), Restarted(again=True)] if self.resting else [RestartAsked()]
         )
         events += [WorkerAnswered(r) for r in self.supervisor.missing]
+        events += map(Knocked, self.left)
+        events += [MemberLeft(r) for r in (0, 1, 2, 3) if r not in self.left]
         for ready in (WorkerReady, WorkerNotReady):
-            events += [ready(r) for r in self.preparing]
+            events += [ready(r) for r in self.preparing | self.joining]
         if self.row and (self.pausing or not self.running or self.lost):
             events.append(RoundEnded("paused" if self.pausing else "alone"))
         return events
@@ -83,28 +91,51 @@ class AnyCrew:
                 self.lost = True
             case LoopLost(replica) | LoopEnded(replica) | LoopFailed(int(replica)):
                 self.running.discard(replica)
-            case WorkerReady(replica) | WorkerNotReady(replica):
-                self.preparing.discard(replica)
+            case WorkerReady() | WorkerNotReady() | Knocked() | MemberLeft():
+                self.hear_of_worker(event)
             case RoundEnded():
                 self.row = self.pausing = False
             case Restarted():
                 self.resting = self.pausing = self.lost = False
         for instruction in self.supervisor.handle(event, 0.0):
-            self.check(instruction)
+            self.check(instruction, event)
+        if isinstance(event, Knocked) and event.replica not in self.joining:
+            self.left.add(event.replica)  # it is of no use now, and knocks again
 
-    def check(self, instruction: Instruction) -> None:
+    def hear_of_worker(
+        self, event: WorkerReady | WorkerNotReady | Knocked | MemberLeft
+    ) -> None:
+        match event:
+            case WorkerReady(replica):
+                self.preparing.discard(replica)
+                self.joining.discard(replica)
+            case WorkerNotReady(replica):
+                self.preparing.discard(replica)
+            case Knocked(replica):
+                self.left.discard(replica)
+            case MemberLeft(replica):
+                self.left.add(replica)
+
+    def check(self, instruction: Instruction, event: Event) -> None:
         match instruction:
             case Prepare(replica):
-                assert replica not in self.running | self.preparing
-                self.preparing.add(replica)
+                assert replica not in self.running | self.preparing | self.joining
+                joins = isinstance(event, Knocked)
+                (self.joining if joins else self.preparing).add(replica)
+            case Forget(replica):
+                assert replica in self.joining
+                self.joining.discard(replica)
+                self.left.add(replica)
             case Begin(replicas):
                 assert replicas
                 assert not self.running & set(replicas)
+                assert not self.joining & set(replicas)
+                assert len(self.running) + len(replicas) >= self.least
                 assert not self.resting
                 assert not self.lost
                 assert not (self.together and (self.row or self.running))
                 self.running.update(replicas)
-                self.row = self.together
+                self.row, self.pausing = self.together, False
             case Pause():
                 assert self.row or (self.running and not self.together)
                 assert not self.pausing
@@ -126,11 +157,11 @@ class AnyCrew:
                 self.over = True
 
 
-@given(st.data(), st.booleans())
+@given(st.data(), st.booleans(), st.integers(1, 2))
 def test_no_worker_is_begun_twice_and_a_run_that_is_told_to_stop_ends(
-    data: st.DataObject, together: bool
+    data: st.DataObject, together: bool, least: int
 ) -> None:
-    any_crew = AnyCrew(together=together)
+    any_crew = AnyCrew(together=together, least=least)
     for _ in range(data.draw(st.integers(0, 30))):
         any_crew.hear(data.draw(st.sampled_from(any_crew.possible())))
     assert not any_crew.over

@@ -18,13 +18,20 @@ import pytest
 
 from jgraph.client.cluster import connect
 from jgraph.clock import SystemClock
-from jgraph.errors import ConfigError, JGError, StartError, TaskLostError
+from jgraph.errors import (
+    ConfigError,
+    JGError,
+    StartError,
+    TaskLostError,
+    UnknownDeviceError,
+)
 from jgraph.graph.device import device
 from jgraph.graph.ir import TaskName
 from jgraph.graph.variable import Variable
 from jgraph.launch.local.cluster import LocalCluster
 from jgraph.server.server import Server
 from tests.support.counted_loops import requests
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.procs
 
@@ -231,3 +238,27 @@ def test_cluster_is_ready_only_when_every_task_knows_all_others(tmp_path: Path) 
         doors.close()
         with starting.result(60) as cluster:
             assert cluster.tasks() == ["/job:ps/task:0", "/job:worker/task:0"]
+
+
+@pytest.mark.timeout(150)
+def test_workers_join_a_cluster_with_tls_by_certificates_of_their_own() -> None:
+    with LocalCluster(ps=1, workers=1, elastic=True, tls=True) as cluster:
+        assert cluster.scale(workers=2) == cluster.tasks("worker")
+        worker = cluster.tasks("worker")[1]
+        assert [t.state for t in cluster.status().tasks] == ["ready"] * 3
+        assert "listens on" in cluster.logs(worker)
+        assert cluster.scale(workers="-1") == ["/job:worker/task:0"]
+        with pytest.raises(UnknownDeviceError, match="task:1"):
+            cluster.pid(worker)
+        assert cluster.gone() == {}
+
+
+@pytest.mark.timeout(150)
+def test_a_worker_that_joined_and_died_joins_again() -> None:
+    with LocalCluster(ps=1, workers=1, elastic=True, restarts=2) as cluster:
+        worker = cluster.scale(workers="+1")[1]
+        before = cluster.pid(worker)
+        cluster.kill(worker)
+        wait_until(lambda: cluster.pid(worker) != before)
+        wait_until(lambda: len(cluster.renewed_tasks("worker")) == 2, 60)
+        assert cluster.wait_for_tasks(60)

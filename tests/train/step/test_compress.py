@@ -19,6 +19,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program.accumulate import averaging, contributing
 from jgraph.plan.program.nodes import ContributeNode
+from jgraph.plan.program.replicas import for_replica
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.train.model.adapters import adapt
@@ -28,7 +29,6 @@ from jgraph.train.step.compress import (
     begun,
     compressed,
     expanded,
-    for_replica,
 )
 from jgraph.train.step.sync_step import SyncStep
 from jgraph.train.step.train_step import TrainStep

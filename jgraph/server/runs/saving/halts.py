@@ -21,7 +21,7 @@ from jgraph.coordination.run.cuts import (
 from jgraph.coordination.step.replica_loop import UNACKNOWLEDGED
 from jgraph.rpc._pb import jgraph_pb2 as pb
 
-_Do: TypeAlias = Callable[[Coroutine[Any, Any, None]], None]
+_Do: TypeAlias = Callable[[Coroutine[Any, Any, None]], object]
 
 
 @final

@@ -54,7 +54,7 @@ class RunSaving:
     client: RunClient | None
     next_name: Callable[[str], str]
     ask: Callable[[str, pb.StopLoop], Awaitable[int | None]]
-    do: Callable[[Coroutine[Any, Any, None]], None]
+    do: Callable[[Coroutine[Any, Any, None]], object]
     saver: RunCheckpointer | None = field(init=False, default=None)
     halts: RunHalts | None = field(init=False, default=None)
     _is_unsaved: bool = field(init=False, default=False)

@@ -1,0 +1,44 @@
+"""Programs of replicas: one plan, made for one worker, serves all others too.
+
+A worker may have variables of its own, as what gradients leave over: they are called by
+the number of its replica, `residual/0/params/w`.
+"""
+
+from dataclasses import replace
+from typing import Final
+
+from jgraph.plan.program.program import Partition, Program
+
+_OWN: Final = "residual/"
+
+
+def own_prefix(replica: int) -> str:
+    """Returns how the names begin of variables that one replica has.
+
+    Example:
+      >>> own_prefix(3)
+      'residual/3/'
+    """
+    return f"{_OWN}{replica}/"
+
+
+def for_replica(program: Program, replica: int, *, of: int = 0) -> Program:
+    """Returns a program with the own variables of another replica.
+
+    Args:
+      program: planned for a worker.
+      replica: number of the other one.
+      of: whose variables it has.
+    """
+    old, new = own_prefix(of), own_prefix(replica)
+
+    def renamed(partition: Partition) -> Partition:
+        variables = tuple(
+            replace(v, name=new + v.name.removeprefix(old))
+            if v.name.startswith(old)
+            else v
+            for v in partition.variables
+        )
+        return replace(partition, variables=variables)
+
+    return replace(program, partitions=tuple(map(renamed, program.partitions)))

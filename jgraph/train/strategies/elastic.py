@@ -1,0 +1,151 @@
+"""Elastic: how many workers a run may have, while they join and leave."""
+
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, final
+
+from jgraph.errors import ConfigError
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.train.counts import is_count
+from jgraph.view import markup
+
+ElasticBatch: TypeAlias = Literal["each", "global"]
+"""What keeps its size as workers join and leave: a worker's batch, or that of all."""
+
+_WAIT_S: Final = 3600.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """Let workers join a run that goes on, and leave it.
+
+    A worker that joins the cluster (``cluster.scale``, ``jgraph server --join``) takes
+    part as soon as it has the data and has compiled the step; one that is told to leave
+    hands over. With ``AsyncPS`` the others notice nothing. With ``SyncPS`` each change
+    is a pause between two updates, and an update is of all workers there are.
+
+    Args:
+      workers: the least and the most. With fewer the run waits; more do not take part.
+        None: any number.
+      wait_s: how long it waits so, in seconds; then it fails.
+      batch: with ``SyncPS``: ``"each"``, ``batch_size`` is that of one worker, and an
+        update is of more examples with more workers; ``"global"``, it is that of all,
+        cut into as many parts as there may be workers, which are shared out evenly: the
+        result does not depend on how many there are.
+      ps: parameter servers do not join or leave.
+
+    Raises:
+      ConfigError: numbers that cannot be.
+
+    Example:
+      >>> Elastic(workers=(1, 16)).workers
+      (1, 16)
+    """
+
+    workers: tuple[int, int | None] = (1, None)
+    wait_s: float = _WAIT_S
+    batch: ElasticBatch = "each"
+    ps: None = None
+
+    def __post_init__(self) -> None:
+        if self.ps is not None:
+            raise ConfigError(
+                f"Elastic(ps={self.ps!r:.40}): parameter servers do not join or leave "
+                "a run that goes on; leave ps= out"
+            )
+        least, most = self._bounds()
+        object.__setattr__(self, "workers", (least, most))
+        wait_s: object = self.wait_s
+        if not (isinstance(wait_s, int | float) and wait_s > 0):
+            raise ConfigError(
+                f"Elastic(wait_s={self.wait_s!r:.40}) is how many seconds a run waits "
+                "for workers; give a number above 0"
+            )
+        if self.batch not in {"each", "global"}:
+            raise ConfigError(
+                f"Elastic(batch={self.batch!r:.40}): give 'each', which keeps the "
+                "batch of a worker, or 'global', which keeps that of all together"
+            )
+        if self.batch == "global" and most is None:
+            raise ConfigError(
+                "Elastic(batch='global') cuts a batch into as many parts as there may "
+                "be workers; say how many: workers=(1, 8)"
+            )
+
+    def _bounds(self) -> tuple[int, int | None]:
+        given: object = self.workers
+        what = f"Elastic(workers={given!r:.60})"
+        if not isinstance(given, tuple | list) or len(given) != 2:
+            raise ConfigError(
+                f"{what} is the least and the most workers of a run; write for "
+                "example workers=(1, 16), or workers=(1, None) for any number"
+            )
+        least, most = given
+        if not is_count(least, 1) or not (most is None or is_count(most, 1)):
+            raise ConfigError(
+                f"{what}: the least and the most are whole numbers, 1 or more; write "
+                "for example workers=(1, 16)"
+            )
+        if most is not None and least > most:
+            raise ConfigError(
+                f"{what}: the least is more than the most; write workers=({most}, "
+                f"{least})"
+            )
+        return int(least), None if most is None else int(most)
+
+    def check_count(self, workers: int) -> None:
+        """Refuses a cluster of too few workers, or too many, to begin with.
+
+        Raises:
+          ConfigError: names the bounds.
+        """
+        least, most = self.workers
+        if workers < least or (most is not None and workers > most):
+            bounds = f"{least} or more" if most is None else f"{least} to {most}"
+            raise ConfigError(
+                f"the cluster has {workers} workers, and the run may have {bounds}; "
+                f"change that: cluster.scale(workers={max(least, 1)}), or give "
+                "jg.Elastic other workers="
+            )
+
+    @property
+    def most(self) -> int | None:
+        """How many workers take part at most."""
+        return self.workers[1]
+
+    def _repr_html_(self) -> str:
+        return markup.data(self)
+
+
+def elastic_order(
+    elastic: Elastic | None, *, contributions: int = 0, backup_workers: int = 0
+) -> pb.RunElastic | None:
+    """Returns what the master is told of it.
+
+    Args:
+      elastic: None: the run keeps the workers that it begins with.
+      contributions: of each update, whoever is there; 0: of all but the backups.
+      backup_workers: how many an update does not wait for.
+    """
+    if elastic is None:
+        return None
+    least, most = elastic.workers
+    return pb.RunElastic(
+        least=least,
+        most=most or 0,
+        contributions=contributions,
+        backup_workers=backup_workers,
+    )
+
+
+def check_elastic(elastic: object) -> None:
+    """Refuses what is no ``Elastic``.
+
+    Raises:
+      ConfigError: says what to write.
+    """
+    if elastic is not None and not isinstance(elastic, Elastic):
+        raise ConfigError(
+            f"elastic={elastic!r:.60} is not what a strategy takes; write "
+            "elastic=jg.Elastic(workers=(1, 16))"
+        )

@@ -1,0 +1,76 @@
+"""What cannot be asked of the number of workers is refused, and nothing changes."""
+
+from typing import Any
+
+import pytest
+
+from jgraph.client.cluster import Cluster
+from jgraph.client.runs.scaling import wanted_workers
+from jgraph.errors import ConfigError, JGError, RescaleError
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.elastic import Elastic
+from tests.support.counting import BATCH, IDS, after, trainer
+from tests.support.servers import *  # noqa: F403  # fixtures
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+
+@pytest.mark.bad_input_row(27)
+@pytest.mark.parametrize("workers", [0, -1, "-2", "x", "+x", "2", 1.5, True, None, ""])
+def test_a_count_of_workers_is_a_whole_number_above_0_or_a_change(workers: Any) -> None:
+    with pytest.raises(ConfigError, match="scale\\(workers="):
+        wanted_workers(workers, 2)
+
+
+@pytest.mark.bad_input_row(27)
+def test_parameter_servers_stay_as_they_are(cluster: Cluster) -> None:
+    with pytest.raises(RescaleError, match="only workers join and leave"):
+        cluster.scale(ps=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="timeout_s"):
+        cluster.scale(workers=2, timeout_s=-1)
+
+
+@pytest.mark.bad_input_row(27)
+def test_who_did_not_start_a_cluster_is_told_how_a_worker_is_started(
+    cluster: Cluster,
+) -> None:
+    with pytest.raises(RescaleError, match="jgraph server --job worker --join") as told:
+        cluster.scale(workers="+1")
+    assert cluster.target in told.value.message
+    assert cluster.scale(workers=2) == cluster.tasks("worker")  # as it is
+
+
+@pytest.mark.bad_input_row(27)
+def test_a_run_keeps_the_number_of_workers_within_its_bounds(cluster: Cluster) -> None:
+    refused: list[JGError] = []
+
+    def scale() -> None:
+        for workers in (1, 5):
+            try:
+                cluster.scale(workers=workers)
+            except RescaleError as error:
+                refused.append(error)
+
+    there = trainer(cluster, AsyncPS(elastic=Elastic(workers=(2, 4))))
+    run = there.fit(
+        IDS,
+        steps=300,
+        batch_size=BATCH,
+        callbacks=after(1, scale),
+        progress=False,
+    )
+    assert run.state == "done"
+    assert ["2 to 4 workers" in error.message for error in refused] == [True, True]
+    assert [member.task for member in run.members()] == cluster.tasks("worker")
+    assert sum(member.batches for member in run.members()) == 300
+    there.close()
+
+
+@pytest.mark.bad_input_row(27)
+def test_a_run_does_not_begin_with_fewer_workers_than_its_least(
+    cluster: Cluster,
+) -> None:
+    there = trainer(cluster, AsyncPS(elastic=Elastic(workers=(3, None))))
+    with pytest.raises(ConfigError, match="has 2 workers, and the run may have 3 or"):
+        there.fit(IDS, steps=1, batch_size=BATCH, progress=False)
+    there.close()

@@ -1,0 +1,205 @@
+"""Processes join a cluster that is up, and leave it, and all tasks know of it."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from jgraph.client.cluster import connect
+from jgraph.client.wait_for_tasks import view_of
+from jgraph.cluster import event_loop
+from jgraph.errors import FencedError, RescaleError, TokenError, VersionError
+from jgraph.graph.device import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.security.token import Token
+from jgraph.server.members import registrar
+from jgraph.server.members.joining import join_cluster
+from jgraph.server.members.messages import join_request
+from jgraph.server.server import Server
+from tests.support.servers import Servers
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+PS = "/job:ps/task:0"
+WORKER1, WORKER2 = TaskName("/job:worker/task:1"), TaskName("/job:worker/task:2")
+
+
+@pytest.fixture
+def here() -> Iterator[Servers]:
+    servers = Servers(ps=1, worker=1)
+    yield servers
+    servers.stop()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def joined(servers: Servers, stack: ExitStack) -> Server:
+    """A worker that has joined; it ends with the test."""
+    server = join_cluster(servers.servers[-1].target, "worker")
+    stack.callback(server.stop, 0.0)
+    return server
+
+
+def known(server: Server) -> list[str]:
+    """Which tasks there are, as a server knows."""
+    assert server._server is not None
+    return list(server._server.context.addresses)
+
+
+def number(server: Server) -> int:
+    """Which arrangement a server knows."""
+    assert server._server is not None
+    return server._server.context.arrangement.number
+
+
+def test_one_that_joins_has_the_lowest_index_and_all_know_it(
+    here: Servers, stack: ExitStack
+) -> None:
+    first, second = joined(here, stack), joined(here, stack)
+    assert (first.task, second.task) == (WORKER1, WORKER2)
+    everybody = [*here.servers, first, second]
+    wait_until(lambda: {number(server) for server in everybody} == {2})
+    tasks = [PS, "/job:worker/task:0", WORKER1, WORKER2]
+    assert all(known(server) == tasks for server in everybody)
+    with connect(first.target, timeout_s=20) as cluster:
+        assert cluster.tasks() == tasks
+        assert cluster.status().cluster == second.cluster
+
+
+def test_one_that_ends_in_order_leaves_and_its_index_is_free(
+    here: Servers, stack: ExitStack
+) -> None:
+    first, second = joined(here, stack), joined(here, stack)
+    first.stop()
+    wait_until(lambda: WORKER1 not in known(second))
+    assert WORKER1 not in known(here.server(PS))
+    assert joined(here, stack).task == WORKER1
+
+
+def test_one_that_a_client_tells_to_leave_ends(here: Servers, stack: ExitStack) -> None:
+    worker = joined(here, stack)
+    with connect(here.server(PS).target, timeout_s=20) as cluster:
+        assert cluster.scale(workers=1) == ["/job:worker/task:0"]
+        assert cluster.tasks("worker") == ["/job:worker/task:0"]
+    assert worker.join(10)
+    assert worker.replaced is None
+
+
+def test_a_task_of_the_description_leaves_if_it_is_told_to(here: Servers) -> None:
+    here.servers.append(join_cluster(here.servers[0].target, "worker"))
+    worker = here.server("/job:worker/task:0")
+    with connect(here.server(PS).target, timeout_s=20) as cluster:
+        cluster.leave(TaskName(worker.task))
+        assert worker.join(10)
+        wait_until(lambda: worker.task not in known(here.servers[-1]))
+
+
+@pytest.mark.row(40)
+def test_two_that_join_at_one_moment_are_two(here: Servers, stack: ExitStack) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        joining = [pool.submit(joined, here, stack) for _ in range(4)]
+        tasks = sorted(future.result().task for future in joining)
+    assert tasks == [f"/job:worker/task:{n}" for n in range(1, 5)]
+
+
+@pytest.mark.row(39)
+def test_one_of_another_version_is_refused_and_nobody_hears_of_it(
+    here: Servers,
+) -> None:
+    request = join_request(TaskName(""), 7, job="worker")
+    body_of(request).jax = "0.1.2"
+    with connect(here.server(PS).target, timeout_s=20) as cluster:
+        with pytest.raises(VersionError, match=r"jax 0\.1\.2 would join") as told:
+            cluster.call("Master.Join", request)
+        assert told.value.code == "JG-141"
+        assert cluster.status().arrangement == 0
+
+
+@pytest.mark.row(39)
+def test_one_that_is_not_where_it_says_is_no_member(here: Servers) -> None:
+    with connect(here.server(PS).target, timeout_s=20) as cluster:
+        reply = cluster.call("Master.Join", join_request(TaskName(""), 7, job="worker"))
+        given = body_of(reply).task
+        assert given == WORKER1
+        for address in ("127.0.0.1:1", here.server(PS).address):
+            with pytest.raises(RescaleError, match="does not reach it at"):
+                cluster.call("Master.Join", join_request(given, 7, address))
+        assert cluster.status().arrangement == 0
+
+
+@pytest.mark.bad_input_row(27)
+def test_parameter_servers_do_not_join(here: Servers) -> None:
+    with pytest.raises(RescaleError, match="only workers do") as told:
+        join_cluster(here.servers[0].target, "ps")
+    assert told.value.code == "JG-144"
+
+
+@pytest.mark.bad_input_row(27)
+def test_one_with_the_token_of_another_cluster_does_not_join(
+    here: Servers, tmp_path: Path
+) -> None:
+    token = Token.make(tmp_path / "token")
+    with pytest.raises(TokenError):
+        join_cluster(here.servers[0].target, "worker", token_file=token.path)
+
+
+def test_a_registrar_that_was_started_again_learns_who_joined(
+    here: Servers, stack: ExitStack
+) -> None:
+    worker = joined(here, stack)
+    wait_until(lambda: number(here.server("/job:worker/task:0")) == 1)
+    here.start_again(PS)
+    assert number(here.server(PS)) == 0
+    assert joined(here, stack).task == WORKER2
+    assert WORKER1 in known(here.server(PS))
+    wait_until(lambda: number(worker) == 2)
+
+
+def test_a_status_tells_a_task_that_was_started_again(
+    here: Servers, stack: ExitStack
+) -> None:
+    joined(here, stack)
+    wait_until(lambda: number(here.server("/job:worker/task:0")) == 1)
+    here.start_again(PS)
+    with connect(here.server("/job:worker/task:0").target, timeout_s=20) as cluster:
+        cluster.status()
+        assert WORKER1 in known(here.server(PS))
+        view = event_loop.run(view_of(cluster, here.server(PS).address))
+        assert view is not None
+        assert view.arrangement == 1
+
+
+@pytest.mark.row(41)
+def test_a_process_that_was_given_up_ends_when_it_hears_of_that(
+    here: Servers, stack: ExitStack
+) -> None:
+    worker = joined(here, stack)
+    with connect(here.server(PS).target, timeout_s=20) as cluster:
+        left = pb.LeaveRequest(task=worker.task, ended=True)  # it has not
+        cluster.call("Master.Leave", frame(leave_request=left))
+    wait_until(lambda: worker.replaced is not None)
+    assert isinstance(worker.replaced, FencedError)
+    assert "no member of its cluster" in worker.replaced.message
+    assert worker.join(20)
+
+
+def test_no_task_that_is_a_ps_is_told_to_leave(here: Servers) -> None:
+    with (
+        connect(here.server("/job:worker/task:0").target, timeout_s=20) as cluster,
+        pytest.raises(RescaleError, match="cannot leave its cluster"),
+    ):
+        cluster.leave(TaskName(PS))
+
+
+def test_the_registrar_is_the_first_ps_or_the_first_task() -> None:
+    tasks = [TaskName(f"/job:{job}/task:0") for job in ("chief", "ps", "worker")]
+    assert registrar.registrar_of(tasks) == PS
+    assert registrar.registrar_of(tasks[::2]) == tasks[0]
