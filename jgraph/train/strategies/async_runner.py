@@ -20,6 +20,7 @@ from jgraph.train.state.placement import plan_on
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position, Staleness
 from jgraph.train.step.train_step import TrainStep
+from jgraph.train.strategies.elastic import elastic_order
 from jgraph.train.strategies.messages import dealt_data
 from jgraph.train.strategies.options import AsyncPS
 from jgraph.train.strategies.prepared import Prepared
@@ -41,7 +42,8 @@ class AsyncRunner:
         self._cluster = cluster
         self._strategy = strategy
         self.state = RemoteState(step, cluster, strategy.durability)
-        self.runs = RemoteRuns(self.state, self._plan, strategy.elastic)
+        elastic = strategy.elastic, elastic_order(strategy.elastic)
+        self.runs = RemoteRuns(self.state, self._plan, *elastic)
         self._workers = self.runs.workers
 
     def prepare(self, dataset: Dataset, batch_size: int) -> None:

@@ -1,15 +1,12 @@
 """Elastic: how many workers a run may have, while they join and leave."""
 
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, final
+from typing import Final, final
 
 from jgraph.errors import ConfigError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.counts import is_count
 from jgraph.view import markup
-
-ElasticBatch: TypeAlias = Literal["each", "global"]
-"""What keeps its size as workers join and leave: a worker's batch, or that of all."""
 
 _WAIT_S: Final = 3600.0
 
@@ -22,16 +19,13 @@ class Elastic:
     A worker that joins the cluster (``cluster.scale``, ``jgraph server --join``) takes
     part as soon as it has the data and has compiled the step; one that is told to leave
     hands over. With ``AsyncPS`` the others notice nothing. With ``SyncPS`` each change
-    is a pause between two updates, and an update is of all workers there are.
+    is a pause between two updates, and an update is of all workers there are; as
+    ``batch_size`` is that of one worker, it is of more examples with more of them.
 
     Args:
       workers: the least and the most. With fewer the run waits; more do not take part.
         None: any number.
       wait_s: how long it waits so, in seconds; then it fails.
-      batch: with ``SyncPS``: ``"each"``, ``batch_size`` is that of one worker, and an
-        update is of more examples with more workers; ``"global"``, it is that of all,
-        cut into as many parts as there may be workers, which are shared out evenly: the
-        result does not depend on how many there are.
       ps: parameter servers do not join or leave.
 
     Raises:
@@ -44,7 +38,6 @@ class Elastic:
 
     workers: tuple[int, int | None] = (1, None)
     wait_s: float = _WAIT_S
-    batch: ElasticBatch = "each"
     ps: None = None
 
     def __post_init__(self) -> None:
@@ -60,16 +53,6 @@ class Elastic:
             raise ConfigError(
                 f"Elastic(wait_s={self.wait_s!r:.40}) is how many seconds a run waits "
                 "for workers; give a number above 0"
-            )
-        if self.batch not in {"each", "global"}:
-            raise ConfigError(
-                f"Elastic(batch={self.batch!r:.40}): give 'each', which keeps the "
-                "batch of a worker, or 'global', which keeps that of all together"
-            )
-        if self.batch == "global" and most is None:
-            raise ConfigError(
-                "Elastic(batch='global') cuts a batch into as many parts as there may "
-                "be workers; say how many: workers=(1, 8)"
             )
 
     def _bounds(self) -> tuple[int, int | None]:

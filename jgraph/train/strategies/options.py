@@ -74,12 +74,6 @@ class AsyncPS:
 
     def __post_init__(self) -> None:
         _check_shared(self)
-        if self.elastic is not None and self.elastic.batch == "global":
-            raise ConfigError(
-                "AsyncPS(elastic=jg.Elastic(batch='global')): each batch of a worker "
-                "is an update of its own, so none is of all workers; use "
-                "batch='each', or SyncPS"
-            )
         bound = self.max_staleness
         if bound is not None and not is_count(bound, 0):
             raise ConfigError(
@@ -174,6 +168,12 @@ class SyncPS:
                 f"backup_workers is {backups!r}; give a whole number, 0 or more"
             )
         as_ints(self, "replicas_to_aggregate", "backup_workers")
+        if self.elastic is not None and self.elastic.workers[0] <= backups:
+            raise ConfigError(
+                f"SyncPS(backup_workers={backups}) with jg.Elastic(workers="
+                f"{self.elastic.workers}): of the least workers none would be left to "
+                f"wait for; write workers=({backups + 1}, …), or fewer backup workers"
+            )
 
     def contributions(self, workers: int) -> int:
         """Returns how many contributions a step of so many workers takes.

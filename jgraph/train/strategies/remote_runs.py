@@ -14,11 +14,12 @@ from jgraph.cluster.loop_messages import ARBITER, DealtData, LoopReport
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.data.data import Dataset
 from jgraph.train.run.members import MemberBook
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position
-from jgraph.train.strategies.elastic import Elastic, elastic_order
+from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.messages import about_run
 from jgraph.train.strategies.prepared import Prepared
 from jgraph.train.strategies.workers import Workers, chunks_of, end_run
@@ -32,6 +33,7 @@ class RemoteRuns:
       state: what they change.
       make: given the types of a batch, traces and plans the step.
       elastic: how many workers a run may have; None: those that it begins with.
+      orders: what the master is told of that.
     """
 
     def __init__(
@@ -39,9 +41,10 @@ class RemoteRuns:
         state: RemoteState,
         make: Callable[[Any], Prepared],
         elastic: Elastic | None,
+        orders: pb.RunElastic | None,
     ) -> None:
         self._state = state
-        self._elastic = elastic
+        self._elastic, self._elastic_order = elastic, orders
         self.members = MemberBook()
         """Who takes part in the newest run."""
         self.workers = Workers(state)
@@ -78,6 +81,7 @@ class RemoteRuns:
         elastic, cluster = self._elastic is not None, self._state.cluster
         if (elastic or cluster.arrangement) and self.workers.renew_tasks():
             self._has_replaced = True
+            self._prepared.clear()  # a mean may be of more contributions
         prepared = self.prepare(order.dataset, order.batch_size)
         state, workers = self._state, self.workers.tasks
         if self._elastic is not None:
@@ -134,7 +138,7 @@ class RemoteRuns:
                 about = about_run(
                     *(state, order, prepared),
                     synchronous=together,
-                    elastic=elastic_order(self._elastic),
+                    elastic=self._elastic_order,
                 )
                 run = submit_run(state.cluster, make, about, data, order.stop, owner)
             try:

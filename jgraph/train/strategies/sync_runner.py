@@ -17,6 +17,7 @@ from jgraph.client.cluster import Cluster
 from jgraph.client.runs.gates import open_gate
 from jgraph.cluster.loop_messages import ARBITER, LoopRequest, SyncRequest
 from jgraph.coordination.data.batch_book import BatchBook
+from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.accumulate import MEAN, averaging, contributing, shards_of
 from jgraph.train.data.data import Dataset
@@ -27,6 +28,7 @@ from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position, Staleness
 from jgraph.train.step.sync_step import SyncStep
 from jgraph.train.step.train_step import TrainStep
+from jgraph.train.strategies.elastic import elastic_order
 from jgraph.train.strategies.options import SyncPS
 from jgraph.train.strategies.prepared import Prepared
 from jgraph.train.strategies.remote_runs import RemoteRuns
@@ -59,12 +61,43 @@ class SyncRunner:
         self._cluster = cluster
         self._strategy = strategy
         self.state = RemoteState(step, cluster, strategy.durability, together=True)
-        self.runs = RemoteRuns(self.state, self._plan, strategy.elastic)
+        orders = elastic_order(
+            strategy.elastic,
+            contributions=strategy.replicas_to_aggregate or 0,
+            backup_workers=strategy.backup_workers,
+        )
+        self.runs = RemoteRuns(self.state, self._plan, strategy.elastic, orders)
         self._workers = self.runs.workers
-        self._replicas = len(self._workers.tasks)
-        self._contributions = strategy.contributions(self._replicas)
+        strategy.contributions(len(self._workers.tasks))  # which may be too few
         self.compute_wait_s: Mapping[int, float] = {}
         """For benchmarks: emulated computing by replica, see ``StepRun``."""
+
+    @property
+    def _contributions(self) -> int:
+        """How many an update takes of the workers that a run begins with."""
+        return self._strategy.contributions(len(self._workers.tasks))
+
+    def _most(self, batch: Any) -> tuple[int, int]:
+        """Returns of how many contributions, and workers, an update is at most.
+
+        Args:
+          batch: types of one.
+
+        Raises:
+          ConfigError: nobody knows, and arrays of that size are needed.
+        """
+        elastic, workers = self._strategy.elastic, len(self._workers.tasks)
+        if elastic is None:
+            return self._contributions, workers
+        if elastic.most is not None:
+            return self._strategy.contributions(elastic.most), elastic.most
+        if self._step.row_step(batch) or self._step.compression is not None:
+            raise ConfigError(
+                "SyncPS(elastic=jg.Elastic(workers=(…, None))) with a table of rows, "
+                "or with gradient_dtype=, needs to know how many workers there are at "
+                "most, as arrays have that size; write workers=(1, 16)"
+            )
+        return self._contributions, workers
 
     def prepare(self, dataset: Dataset, batch_size: int) -> None:
         """See ``Runner.prepare``."""
@@ -95,7 +128,7 @@ class SyncRunner:
         return None if self.runs.last is None else self.runs.last.plan
 
     def _plan(self, batch: Any) -> Prepared:
-        sync = SyncStep(self._step, batch, self._contributions, self._replicas)
+        sync = SyncStep(self._step, batch, *self._most(batch))
         gate = self._step.container
         apply_graph = sync.apply_graph()
         # Who counts the updates applies them, and decides what they are made of.

@@ -23,8 +23,6 @@ from jgraph.launch.local.cluster import LocalCluster
         ({"workers": (1, 2, 3)}, r"for example workers=\(1, 16\)"),
         ({"wait_s": 0}, "above 0"),
         ({"wait_s": "long"}, "above 0"),
-        ({"batch": "mine"}, "'each'"),
-        ({"batch": "global"}, "say how many"),
     ],
 )
 def test_what_no_run_can_have_is_refused(options: Any, says: str) -> None:
@@ -36,9 +34,8 @@ def test_what_no_run_can_have_is_refused(options: Any, says: str) -> None:
 def test_only_an_elastic_is_one() -> None:
     with pytest.raises(ConfigError, match=r"elastic=jg\.Elastic"):
         jg.AsyncPS(elastic=True)  # type: ignore[arg-type]
-    together = jg.Elastic(workers=(1, 4), batch="global")
-    with pytest.raises(ConfigError, match="an update of its own"):
-        jg.AsyncPS(elastic=together)
+    with pytest.raises(ConfigError, match="none would be left to wait for"):
+        jg.SyncPS(backup_workers=1, elastic=jg.Elastic())
 
 
 @pytest.mark.bad_input_row(27)
