@@ -69,6 +69,15 @@ def render_k8s(
             "--jobset", help="Print a JobSet, for clusters with its controller."
         ),
     ] = False,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic",
+            help="Workers as a StatefulSet, for `kubectl scale` and autoscalers: each "
+            "pod joins the cluster by itself, and leaves it when it is drained. Make "
+            "certificates for as many as there may be: `jgraph certs --spare`.",
+        ),
+    ] = False,
     certs: Annotated[
         Path | None,
         typer.Option(
@@ -118,8 +127,9 @@ def render_k8s(
     files = {path.name: path.read_bytes() for path in paths if path.is_file()}
     if insecure_i_accept and not serve:
         raise ConfigError("a cluster has TLS; --insecure-i-accept is for --serve")
-    if jobset and serve:
-        raise ConfigError("a JobSet is of a cluster; leave --jobset or --serve away")
+    if serve and (jobset or elastic):
+        given = "--jobset" if jobset else "--elastic"
+        raise ConfigError(f"{given} is of a cluster; leave it or --serve away")
     if serve:
         servers = ModelDeployment(
             image,
@@ -142,6 +152,7 @@ def render_k8s(
             "ps": Size(ps_cpu, ps_memory),
             "worker": Size(worker_cpu, worker_memory, worker_gpus),
         },
+        elastic=elastic,
         files=files,
     )
     found = deployment.jobset() if jobset else deployment.plain()

@@ -1,7 +1,9 @@
 """Manifests for Kubernetes: plain objects, and the same as a JobSet.
 
 Parameter servers are a StatefulSet, so that one that died comes back under its name,
-and workers an Indexed Job. A JobSet (jobset.sigs.k8s.io) has both as Indexed Jobs.
+and workers an Indexed Job. Workers that may be more or fewer are a StatefulSet as well:
+an Indexed Job cannot have more pods than it is to complete. A JobSet
+(jobset.sigs.k8s.io) has both as Indexed Jobs.
 """
 
 import base64
@@ -78,6 +80,7 @@ class Deployment:
       health_port: of their health service.
       data_port: of the tasks, for tensors.
       sizes: what a pod of each job asks for.
+      elastic: workers join the cluster by themselves; see ``plain``.
       files: of the Secret, as ``jgraph certs`` wrote them; if empty, a Secret of that
         name has to be there.
 
@@ -93,6 +96,7 @@ class Deployment:
     health_port: int = 8471
     data_port: int = 8472
     sizes: Mapping[str, Size] = field(default_factory=dict)
+    elastic: bool = False
     files: Mapping[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -116,25 +120,42 @@ class Deployment:
             )
 
     def plain(self) -> list[Manifest]:
-        """Returns Service, ConfigMap, Secret, NetworkPolicy, StatefulSet and Job."""
-        replicas = {
-            "serviceName": self.name,
-            "replicas": self.ps,
-            "podManagementPolicy": "Parallel",
-            "selector": {"matchLabels": self._labels("ps")},
-            "template": self._template("ps"),
-        }
+        """Returns Service, ConfigMap, Secret, NetworkPolicy, StatefulSet and Job.
+
+        With ``elastic`` the workers are a StatefulSet too, which has the scale
+        subresource: ``kubectl scale`` and autoscalers change how many there are. Each
+        pod joins the cluster, under an index that need not be that of the pod.
+        """
+        name = f"{self.name}-worker"
+        if self.elastic:
+            workers = self._stateful_set("worker", self.workers)
+        else:
+            indexed = self._indexed_job("worker")
+            workers = self._object("batch/v1", "Job", name, indexed)
         return [
             self._service(),
             *self._around("{name}-{job}-{task}"),
-            self._object("apps/v1", "StatefulSet", f"{self.name}-ps", replicas),
-            self._object(
-                "batch/v1", "Job", f"{self.name}-worker", self._indexed_job("worker")
-            ),
+            self._stateful_set("ps", self.ps),
+            workers,
         ]
+
+    def _stateful_set(self, job: str, count: int) -> Manifest:
+        spec = {
+            "serviceName": self.name,
+            "replicas": count,
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": self._labels(job)},
+            "template": self._template(job),
+        }
+        return self._object("apps/v1", "StatefulSet", f"{self.name}-{job}", spec)
 
     def jobset(self) -> list[Manifest]:
         """Returns ConfigMap, Secret, NetworkPolicy and a JobSet with its Service."""
+        if self.elastic:
+            raise ConfigError(
+                "a JobSet has as many workers as it began with; render elastic workers "
+                "without --jobset"
+            )
         jobs = [
             {"name": job, "replicas": 1, "template": {"spec": self._indexed_job(job)}}
             for job in ("ps", "worker")
@@ -169,7 +190,8 @@ class Deployment:
 
     def _cluster_file(self, host: str) -> str:
         lines = ["[cluster]"]
-        for job, count in (("ps", self.ps), ("worker", self.workers)):
+        described = [("ps", self.ps), ("worker", self.workers)]
+        for job, count in described[:1] if self.elastic else described:
             names = [host.format(name=self.name, job=job, task=n) for n in range(count)]
             addresses = [f"{name}.{self.name}:{self.port}" for name in names]
             lines.append(f"{job} = {json.dumps(addresses)}")
@@ -240,9 +262,10 @@ class Deployment:
         return {"metadata": {"labels": self._labels(job)}, "spec": spec}
 
     def _container(self, job: str) -> Manifest:
+        joins = self.elastic and job == "worker"
         arguments = {
             "--job": job,
-            "--cluster": f"{_CLUSTER}/cluster.toml",
+            **(self._join() if joins else {"--cluster": f"{_CLUSTER}/cluster.toml"}),
             "--tls-dir": _SECRET,
             "--bind": "0.0.0.0",
             "--health-port": str(self.health_port),
@@ -250,13 +273,17 @@ class Deployment:
             "--sigterm-exit-code": str(TOLD),
             "--overdue-s": "10",
         }
+        environment: list[Manifest] = [{"name": "HOME", "value": "/tmp"}]
+        if joins:
+            source = {"fieldRef": {"fieldPath": "metadata.name"}}
+            environment.append({"name": "POD_NAME", "valueFrom": source})
         probe: Manifest = {"grpc": {"port": self.health_port}}
         mounts = {"cluster": _CLUSTER, "secret": _SECRET}
         return {
             "name": "jgraph",
             "image": self.image,
             "args": ["server", *(word for pair in arguments.items() for word in pair)],
-            "env": [{"name": "HOME", "value": "/tmp"}],
+            "env": environment,
             "ports": [
                 {"name": "jgraph", "containerPort": self.port},
                 {"name": "health", "containerPort": self.health_port},
@@ -275,6 +302,14 @@ class Deployment:
                 ),
                 {"name": "tmp", "mountPath": "/tmp"},
             ],
+        }
+
+    def _join(self) -> dict[str, str]:
+        """Returns the options by which a pod joins, reached under its own name."""
+        return {
+            "--join": f"jgraphs://{self.name}-ps-0.{self.name}:{self.port}",
+            "--host": f"$(POD_NAME).{self.name}",
+            "--port": str(self.port),
         }
 
     def _labels(self, job: str | None = None) -> dict[str, str]:

@@ -137,7 +137,7 @@ def test_a_worker_that_dies_or_hangs_as_it_joins_disturbs_nobody(
         log = fault.logs / f"joiner-{number}.log"
         with joining(cluster, log, **{VARIABLE: point}) as process:
             if point.endswith("crash"):
-                process.wait(60)
+                process.wait(120)
                 assert process.returncode == CRASHED
             else:
                 wait_until(lambda: len(cluster.renewed_tasks("worker")) > 1, 60)

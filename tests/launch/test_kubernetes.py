@@ -3,6 +3,7 @@
 import base64
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.support.kubernetes_schema import check
 HERE = Path(__file__).parent
 OF_TASKS = [*(f"ps-{n}" for n in range(2)), *(f"worker-{n}" for n in range(4))]
 SMALL = Deployment("jgraph:0.1", ps=1, workers=2)
+ELASTIC = replace(SMALL, elastic=True)
 FULL = Deployment(
     "registry.example/jgraph:0.1",
     ps=2,
@@ -38,7 +40,11 @@ FULL = Deployment(
 
 
 def by_kind(manifests: list[Manifest]) -> dict[str, Manifest]:
-    found = {one["kind"]: one for one in manifests}
+    """The objects; of two StatefulSets the second has the workers."""
+    found: dict[str, Manifest] = {}
+    for one in manifests:
+        again = one["kind"] in found
+        found["Job" if again else one["kind"]] = one
     assert len(found) == len(manifests)
     return found
 
@@ -58,6 +64,7 @@ def pods_of(manifests: list[Manifest]) -> dict[str, Any]:
 FORMS = [
     pytest.param(SMALL.plain(), id="plain"),
     pytest.param(SMALL.jobset(), id="jobset"),
+    pytest.param(ELASTIC.plain(), id="elastic"),
     pytest.param(FULL.plain(), id="plain, full"),
     pytest.param(FULL.jobset(), id="jobset, full"),
 ]
@@ -76,10 +83,10 @@ def test_the_check_finds_a_field_that_is_not_there() -> None:
         check(stateful_set)
 
 
-@pytest.mark.parametrize("form", ["plain", "jobset"])
+@pytest.mark.parametrize("form", ["plain", "jobset", "elastic"])
 def test_manifests_are_as_they_were(form: str, rewrite: bool) -> None:
     path = HERE / f"{form}.yaml"
-    text = as_yaml(getattr(SMALL, form)())
+    text = as_yaml(ELASTIC.plain() if form == "elastic" else getattr(SMALL, form)())
     if rewrite:
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8")
@@ -148,9 +155,27 @@ def test_a_pod_that_was_told_to_end_has_failed_and_is_made_again(
         if "JobSet" in found
         else [found["Job"]["spec"]]
     )
+    if found.get("Job", {}).get("kind") == "StatefulSet":
+        return  # whose pods are always made again, one of a name at a time
     for job in jobs:
         assert job["podReplacementPolicy"] == "Failed", "one pod of a task at a time"
         assert job["template"]["spec"]["restartPolicy"] == "OnFailure"
+
+
+def test_elastic_workers_join_under_the_names_that_their_pods_get() -> None:
+    found = by_kind(ELASTIC.plain())
+    assert found["Job"]["kind"] == "StatefulSet"  # which has the scale subresource
+    assert found["Job"]["metadata"]["name"] == "jgraph-worker"
+    (container,) = found["Job"]["spec"]["template"]["spec"]["containers"]
+    words = container["args"]
+    given = dict(zip(words[1::2], words[2::2], strict=True))
+    assert given["--join"] == "jgraphs://jgraph-ps-0.jgraph:8470"
+    assert (given["--host"], given["--port"]) == ("$(POD_NAME).jgraph", "8470")
+    assert "--cluster" not in given
+    assert "POD_NAME" in [one["name"] for one in container["env"]]
+    assert "worker" not in found["ConfigMap"]["data"]["cluster.toml"]
+    with pytest.raises(ConfigError, match="without --jobset"):
+        ELASTIC.jobset()
 
 
 def test_workers_get_their_gpus_and_ps_none() -> None:

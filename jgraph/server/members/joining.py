@@ -16,6 +16,7 @@ from jgraph.cluster import event_loop
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import address_of, as_tls, certificates_of
 from jgraph.errors import (
+    AddressError,
     CertificateError,
     ClusterUnreachableError,
     ConfigError,
@@ -122,7 +123,12 @@ async def _knock(
                 address, "Master.Join", request, timeout_s=_ASK_S
             )
             told: pb.JoinReply = body_of(reply)
-        except (ClusterUnreachableError, TaskLostError, RescaleError) as error:
+        except (
+            AddressError,  # of a host whose name is not known yet
+            ClusterUnreachableError,
+            TaskLostError,
+            RescaleError,
+        ) as error:
             waits = not isinstance(error, RescaleError) or "task" in error.details
             if not waits or clock.now() + _AGAIN_S >= deadline:
                 raise

@@ -211,7 +211,8 @@ class RemoteRuns:
             self._state.position = position
 
     def _give_data(self, prepared: Prepared, dataset: Dataset, task: TaskName) -> None:
-        self._state.cluster.find(task)  # it may have joined since
+        if self._elastic is not None:  # it may have joined since, under an old name
+            self._state.cluster.refresh()
         self.workers.renew(task, prepared.graph, dataset)
 
     def position(self) -> Position:
