@@ -1,0 +1,164 @@
+"""What workers that join and leave cost a run: ``python -m benchmarks elastic``.
+
+A model of 3 MB with SGD trains on real processes. One JSON line each:
+
+- ``joins``: from the moment at which another worker serves until its loop begins; the
+  longest pause between two updates of worker 0 meanwhile, and its longest before.
+- ``leaves``: how long ``scale`` takes to let a worker leave, and the batches that were
+  done again for that.
+- ``cost``: steps per second of a run with ``elastic=`` over those of one without,
+  while nobody joins or leaves; in alternating rounds.
+
+``--rows`` prints them as rows of a table, and which rows are not there.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import optax
+from flax import nnx
+
+import jgraph as jg
+from benchmarks import measure
+
+STRATEGIES = {"async": jg.AsyncPS, "sync": jg.SyncPS}
+ELASTIC = jg.Elastic(workers=(1, 8))
+WAIT_S = 60.0
+ROWS = (1, 2, 7)
+"""Numbers of the rows: a worker joins, leaves, and what elasticity costs."""
+
+
+class Model(nnx.Module):
+    """Three layers of 1 MB."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(500, 500, rngs=rngs) for _ in range(3)])
+
+    def __call__(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = nnx.relu(layer(x))
+        return x
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return (model(batch) ** 2).mean()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Waits until something holds.
+
+    Raises:
+      SystemExit: it does not.
+    """
+    ends = time.monotonic() + WAIT_S
+    while not holds():
+        if time.monotonic() > ends:
+            sys.exit(f"it did not come about within {WAIT_S:g} s")
+        time.sleep(0.01)
+
+
+def begun(cluster: jg.LocalCluster, strategy: str, elastic: Any) -> Any:
+    """A Trainer whose run goes on until it is stopped, and that run."""
+    kind = STRATEGIES[strategy]
+    trainer = jg.Trainer(
+        Model(),
+        loss,
+        optax.sgd(1e-4),
+        cluster=cluster,
+        strategy=kind(elastic=elastic),
+    )
+    data = np.ones((512, 500), np.float32)
+    run = trainer.fit(data, steps=10**7, batch_size=16, block=False, progress=False)
+    wait_until(lambda: run.steps > 50)
+    return trainer, run
+
+
+def longest_pause(run: Any, since_s: float, until_s: float) -> float:
+    """The longest time between two updates of worker 0 within a span of the run."""
+    told = run.metrics("loss")
+    seconds = told["seconds"][told["replica"] == 0]
+    within = seconds[(seconds >= since_s) & (seconds <= until_s)]
+    return float(np.diff(np.sort(within)).max(initial=0.0))
+
+
+def members(strategy: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Lets a worker join a run and leave it; returns what both cost."""
+    with jg.LocalCluster(ps=1, workers=2, elastic=True) as cluster:
+        trainer, run = begun(cluster, strategy, ELASTIC)
+        time.sleep(2.0)
+        worker = cluster.scale(workers="+1", wait=True)[-1]
+        wait_until(lambda: any(m.batches for m in run.members() if m.task == worker))
+        took_part_s = next(m.since_s for m in run.members() if m.task == worker)
+        events = [e for e in cluster.events() if e.subject == worker]
+        served = next(e.time_s for e in events if "listens on" in e.text)
+        ready = next(e.time_s for e in events if "takes part in run" in e.text)
+        time.sleep(2.0)
+        began = time.monotonic()
+        cluster.scale(workers="-1")
+        left_s = time.monotonic() - began
+        time.sleep(1.0)
+        run.stop()
+        run.wait(30)
+        joins = {
+            "joins_s": ready - served,
+            "pause_s": longest_pause(run, took_part_s - 1.0, took_part_s + 1.0),
+            "pause_before_s": longest_pause(run, 1.0, took_part_s - 1.5),
+        }
+        leaves = {"leaves_s": left_s, "repeated": float(run.repeated())}
+        trainer.close()
+    return joins, leaves
+
+
+def rate(strategy: str, elastic: Any, seconds: float) -> float:
+    """Steps per second of a run, while nobody joins or leaves."""
+    with jg.LocalCluster(ps=1, workers=2, elastic=True) as cluster:
+        trainer, run = begun(cluster, strategy, elastic)
+        first, began = run.steps, time.monotonic()
+        time.sleep(seconds)
+        done = (run.steps - first) / (time.monotonic() - began)
+        run.stop()
+        run.wait(30)
+        trainer.close()
+    return float(done)
+
+
+def main() -> None:
+    parser = measure.parser(__doc__)
+    parser.add_argument("--strategy", choices=[*STRATEGIES], default="async")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--rows", action="store_true", help="rows of a table")
+    a = parser.parse_args()
+    pairs = [members(a.strategy) for _ in range(a.rounds)]
+    cases: dict[str, dict[str, float]] = {}
+    for name, found in zip(("joins", "leaves"), zip(*pairs, strict=True), strict=True):
+        median = {k: statistics.median(one[k] for one in found) for k in found[0]}
+        cases[name] = {k: round(value, 3) for k, value in median.items()}
+    ratios = [
+        rate(a.strategy, ELASTIC, a.seconds) / rate(a.strategy, None, a.seconds)
+        for _ in range(a.rounds)
+    ]
+    cases["cost"] = {"of_rate_without": round(statistics.median(ratios), 3)}
+    about = {"strategy": a.strategy, "rounds": a.rounds}
+    for number, (name, case) in zip(ROWS, cases.items(), strict=True):
+        if a.rows:
+            value, *_ = case.values()
+            unit = "of the rate without" if name == "cost" else "s"
+            measure.emit_row(number, value, unit, case=name, **about, **case)
+        else:
+            measure.emit("elastic", case=name, **about, **case)
+    if a.rows:
+        print(
+            "rows 3 to 6 are of parameter servers that join, unequal hosts and a "
+            "policy, of which jgraph has none",
+            file=sys.stderr,
+        )
+
+
+if __name__ == "__main__":
+    main()
