@@ -12,9 +12,11 @@ import numpy as np
 
 from jgraph.errors import InvalidProgramError, JGError
 from jgraph.plan.program.accumulate import mean, mean_of_rows
-from jgraph.plan.program.nodes import AggregateNode
+from jgraph.plan.program.nodes import AggregateNode, runs
 from jgraph.plan.program.program import Partition, StoredVariable
+from jgraph.plan.program.row_values import joined
 from jgraph.runtime.rendezvous import StepKey
+from jgraph.runtime.store.groups import VariableGroup
 
 Key: TypeAlias = tuple[str, str]
 """(container, name) of a variable."""
@@ -71,12 +73,28 @@ def key_of(variable: StoredVariable) -> Key:
 
 
 def averages(
-    partition: Partition, node: AggregateNode, chosen: Sequence[Contribution]
+    partition: Partition,
+    node: AggregateNode,
+    group: VariableGroup,
+    chosen: Sequence[Contribution],
 ) -> list[np.ndarray[Any, Any]]:
-    """Returns the values of ``node.all_variables``: the means of what was chosen."""
+    """Returns the means of what was chosen, as a group takes them.
+
+    Args:
+      partition: of the node.
+      node: says what is averaged.
+      group: its variables, those of ``row_means`` last.
+      chosen: the contributions, in the order in which they are summed.
+    """
     variables = partition.variables
-    keys = [key_of(variables[v]) for v in node.variables]
-    means = [mean([each[key] for each in chosen]) for key in keys]
+    keys = list(map(key_of, group[: len(node.variables)]))
+    packed, alone = runs(keys, group.packs)
+    # An element is summed as it would be alone: a mean has the same bits.
+    means = [
+        mean([joined([each[key] for key in run], *layout) for each in chosen])
+        for run, layout in zip(packed, group.layouts(), strict=True)
+    ]
+    means += [mean([each[key] for each in chosen]) for key in alone]
     for rows in node.row_means:
         names = [key_of(variables[v]) for v in (rows.ids, *rows.rows)]
         parts = [[each[name] for name in names] for each in chosen]

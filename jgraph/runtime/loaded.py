@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, final
 
 import numpy as np
@@ -28,6 +29,7 @@ from jgraph.plan.program.nodes import (
     inputs_of,
     outputs_of,
     packed_types,
+    runs,
 )
 from jgraph.plan.program.program import Partition, SegmentCode, row_type
 from jgraph.plan.program.replay import changes_state
@@ -160,12 +162,28 @@ def _variables(partition: Partition, node: Node) -> tuple[VariableGroup, Variabl
         case WriteNode():
             written = node.variables
         case AggregateNode():
-            written = node.all_variables
+            packed = _averaged_flat(partition, node)
+            packs = tuple(map(len, packed))
+            written = tuple(dict.fromkeys([*chain(*packed), *node.all_variables]))
     named = partition.variables
     return (
         VariableGroup([named[v] for v in written], packs),
         VariableGroup([named[v] for v in read], read_packs),
     )
+
+
+def _averaged_flat(partition: Partition, node: AggregateNode) -> list[Sequence[int]]:
+    """Returns the runs of averaged variables that segments read as flat arrays."""
+    found: list[Sequence[int]] = []
+    remaining = set(node.variables)
+    for other in partition.nodes:
+        if isinstance(other, SegmentNode):
+            packed, _ = runs(other.reads, other.read_packs)
+            for run in packed:
+                if remaining.issuperset(run):
+                    remaining.difference_update(run)
+                    found.append(run)
+    return found
 
 
 def _types(

@@ -24,6 +24,7 @@ from jgraph.plan.program.nodes import (
     SplitNode,
     ValueId,
     WriteNode,
+    runs,
 )
 from jgraph.plan.program.program import row_type
 from jgraph.plan.program.replay import changes_state
@@ -95,7 +96,7 @@ def work_of(
             chosen, means = aggregator(gate).chosen(), loaded.variables[index][0]
 
             def average() -> list[Any]:
-                results = averages(loaded.partition, node, chosen)
+                results = averages(loaded.partition, node, means, chosen)
                 owned = () if note else range(len(results))
                 store.write(
                     means, results, owned, partial(note, results) if note else None
@@ -124,8 +125,10 @@ def repeat(
     nodes = loaded.partition.nodes
     node = nodes[index] if 0 <= index < len(nodes) else None
     if isinstance(node, AggregateNode):
-        _check_count(inputs, node.all_variables)
-        store.write(loaded.variables[index][0], inputs)
+        means = loaded.variables[index][0]
+        packed, alone = runs(means, means.packs)
+        _check_count(inputs, [*packed, *alone])
+        store.write(means, inputs)
     elif isinstance(node, WriteNode | LookupNode | SegmentNode):
         _check_count(inputs, loaded.inputs[index])
         values = dict(zip(loaded.inputs[index], inputs, strict=True))
@@ -134,7 +137,7 @@ def repeat(
         raise MalformedMessageError(f"node {index} of a record changes no state")
 
 
-def _check_count(inputs: Sequence[Any], due: Sequence[int]) -> None:
+def _check_count(inputs: Sequence[Any], due: Sequence[Any]) -> None:
     if len(inputs) != len(due):
         raise MalformedMessageError(
             f"a record has {len(inputs)} arrays for a node that takes {len(due)}"

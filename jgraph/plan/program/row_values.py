@@ -240,10 +240,17 @@ def cuts_of(types: Sequence[ValueType]) -> tuple[Cut, ...]:
 
 def packed(values: Sequence[Array], types: Sequence[ValueType]) -> Array:
     """Returns values as they lie in one flat array, see ``packed_starts``."""
-    flat = aligned_empty(packed_type(types))
-    flat[:] = 0
-    for value, (start, stop, _) in zip(values, cuts_of(types), strict=True):
-        flat[start:stop] = np.reshape(value, -1)
+    return joined(values, packed_type(types), cuts_of(types))
+
+
+def joined(values: Sequence[Array], flat_type: ValueType, cuts: Sequence[Cut]) -> Array:
+    """Returns values as they lie in one flat array of which the type is known."""
+    flat, end = aligned_empty(flat_type), 0
+    for value, (start, stop, _) in zip(values, cuts, strict=True):
+        flat[end:start] = 0
+        flat[start:stop] = value.ravel()
+        end = stop
+    flat[end:] = 0
     return flat
 
 

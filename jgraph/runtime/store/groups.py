@@ -11,9 +11,9 @@ from typing import Any, final, overload
 import jax
 import numpy as np
 
-from jgraph.plan.program.nodes import runs
+from jgraph.plan.program.nodes import ValueType, packed_type, runs
 from jgraph.plan.program.program import StoredVariable
-from jgraph.plan.program.row_values import packed
+from jgraph.plan.program.row_values import Cut, cuts_of, packed
 from jgraph.runtime.store.entry import Entry, locks_in_order
 from jgraph.runtime.store.slab import Slab
 
@@ -31,13 +31,21 @@ class VariableGroup(Sequence[StoredVariable]):
       0
     """
 
-    __slots__ = ("__weakref__", "_variables", "packs")
+    __slots__ = ("__weakref__", "_layouts", "_variables", "packs")
 
     def __init__(
         self, variables: Sequence[StoredVariable], packs: Sequence[int] = ()
     ) -> None:
         self._variables = tuple(variables)
         self.packs = tuple(packs)
+        self._layouts: list[tuple[ValueType, tuple[Cut, ...]]] | None = None
+
+    def layouts(self) -> list[tuple[ValueType, tuple[Cut, ...]]]:
+        """Returns of each packed run the type of its array, and what lies where."""
+        if self._layouts is None:
+            packed, _ = runs([v.type for v in self._variables], self.packs)
+            self._layouts = [(packed_type(types), cuts_of(types)) for types in packed]
+        return self._layouts
 
     def __len__(self) -> int:
         return len(self._variables)

@@ -41,7 +41,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.graph.rows.hash_spec import HashSpec
 from jgraph.plan.program.nodes import ValueType
 from jgraph.plan.program.program import StoredVariable
-from jgraph.plan.program.row_values import aligned_empty, nearly
+from jgraph.plan.program.row_values import aligned_empty, nearly, unpacked
 from jgraph.runtime.compute_errors import as_error
 from jgraph.runtime.store.entry import Entry, HashEntry, RowsOf, held, padded_rows
 from jgraph.runtime.store.groups import GroupEntries, PackedRun, VariableGroup
@@ -152,7 +152,8 @@ class VariableStore:
         """Replaces whole variables at one moment; creates those that are absent.
 
         Args:
-          variables: what to write, one per value.
+          variables: what to write, one per value. Of a group with packs each packed run
+            has one flat array.
           values: arrays of the variables' types; they are copied.
           owned: positions of values that nobody else has: these are taken as they are.
           record: called before anybody else can look at these variables.
@@ -161,6 +162,17 @@ class VariableStore:
         Raises:
           VariableMismatchError: a stored variable has another shape or dtype.
         """
+        if isinstance(variables, VariableGroup) and variables.packs:
+            found = self._known(variables)
+            if found is not None:
+                with held(found):
+                    if undo is not None:
+                        keep_values(undo, found)
+                    _write_packed(found, variables, values, owned)
+                    if record is not None:
+                        record()
+                return
+            values, owned = _apart(variables, values), ()
         keys = [_key(variable) for variable in variables]
         with self._lock:
             for variable in variables:
@@ -399,6 +411,17 @@ class VariableStore:
                 self._groups[variables] = found
             return found
 
+    def _known(self, group: VariableGroup) -> GroupEntries | None:
+        """Returns the entries of a group; None if some are absent."""
+        with self._lock:
+            found = self._groups.get(group)
+            if found is None and all(_key(v) in self._entries for v in group):
+                for variable in group:
+                    self._check_type(variable)
+                entries = [self._entry(variable) for variable in group]
+                found = self._groups[group] = GroupEntries(entries, group.packs)
+            return found
+
     def _with_rows(
         self, variables: Sequence[StoredVariable]
     ) -> list[Entry | HashEntry]:
@@ -481,6 +504,37 @@ def _put(entries: Sequence[Entry], values: Sequence[jax.Array], *, laid: bool) -
         entry.put(value, entry.layout if laid else None)
     for entry in entries:
         entry.version += 1
+
+
+def _write_packed(
+    entries: GroupEntries,
+    group: VariableGroup,
+    values: Sequence[Any],
+    owned: Container[int],
+) -> None:
+    """Replaces the values of a group: the packed runs whole, and the others."""
+    first = len(entries.runs)
+    for n, (run, value) in enumerate(zip(entries.runs, values, strict=False)):
+        run.slab().put(_on_device(value) if n in owned else jnp.array(value, copy=True))
+        for entry in run.entries:
+            entry.version += 1
+    alone = group[len(group) - len(entries.alone) :]
+    pairs = zip(entries.alone, alone, values[first:], strict=True)
+    _replace(
+        (entry, variable, value, _as_jax(variable, value, owned=n in owned))
+        for n, (entry, variable, value) in enumerate(pairs, first)
+    )
+
+
+def _apart(group: VariableGroup, values: Sequence[Any]) -> list[Any]:
+    """Returns a value for each variable of a group."""
+    layouts = group.layouts()
+    cut = [
+        part
+        for (_, cuts), flat in zip(layouts, values, strict=False)
+        for part in unpacked(flat, cuts)
+    ]
+    return [*cut, *values[len(layouts) :]]
 
 
 def _replace(

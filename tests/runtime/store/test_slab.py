@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jgraph.errors import InternalError
+from jgraph.errors import InternalError, VariableMismatchError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.nodes import ValueType
 from jgraph.plan.program.program import StoredVariable
-from jgraph.plan.program.row_values import cuts_of, unpacked
+from jgraph.plan.program.row_values import cuts_of, packed, unpacked
 from jgraph.runtime.store.entry import RowsOf
 from jgraph.runtime.store.groups import VariableGroup
 from jgraph.runtime.store.store import VariableStore
@@ -122,6 +122,46 @@ def test_a_write_never_changes_what_a_reader_holds(store: VariableStore) -> None
     assert view.tolist() == np.full((4, 3), 6).tolist()
     np.testing.assert_array_equal(flat, before)
     assert not store.read([MANY[3]])[0].any()
+
+
+def flat_of(factor: float) -> np.ndarray[Any, Any]:
+    return packed(values(factor), [v.type for v in MANY])
+
+
+@pytest.mark.parametrize("owned", [(), range(2)])
+def test_all_are_written_as_one_array(
+    store: VariableStore, owned: Sequence[int]
+) -> None:
+    mine, (view,), flat = group(), store.read([MANY[3]]), flat_of(1)
+    for factor in (2, 3):  # those that are there, then the slab that they are in
+        flat, told = flat_of(factor), list[int]()
+        one_more = partial(told.append, factor)
+        store.write(mine, [flat, np.full(2, factor, np.int32)], owned, one_more)
+        assert told == [factor]
+    assert stored(store) == [v.ravel().tolist() for v in values(3)]
+    assert store.read([ALONE])[0].tolist() == [3, 3]
+    assert view.tolist() == np.full((4, 3), 3).tolist()
+    assert {row.version for row in store.table()} == {2}
+    if not owned:
+        flat[:] = 0  # it was copied
+    store.update(mine, NOTHING, doubled)
+    assert stored(store) == [v.ravel().tolist() for v in values(6)]
+
+
+def test_variables_that_are_absent_are_made_of_one_array() -> None:
+    empty = VariableStore(TaskName("/job:ps/task:0"))
+    empty.write(group(), [flat_of(2), np.ones(2, np.int32)])
+    assert stored(empty) == [v.ravel().tolist() for v in values(2)]
+    assert empty.read([ALONE])[0].tolist() == [1, 1]
+
+
+def test_one_array_for_variables_of_other_types_is_refused(
+    store: VariableStore,
+) -> None:
+    other = [*MANY[:4], StoredVariable("v4", ValueType((15,), "float32"))]
+    with pytest.raises(VariableMismatchError, match=r"v4.* is float32\[5,3\]"):
+        store.write(group(other), [flat_of(9), np.ones(2, np.int32)])
+    assert stored(store) == [v.ravel().tolist() for v in values()]
 
 
 def test_one_is_written_and_updated_among_the_others(store: VariableStore) -> None:

@@ -16,6 +16,7 @@ from jgraph.client.cluster import Cluster, connect
 from jgraph.errors import ConfigError, NonFiniteError
 from jgraph.plan.program.nodes import ContributeNode
 from jgraph.plan.program.program import Program
+from jgraph.runtime import loaded
 from jgraph.train.strategies.sync_runner import SyncPS, SyncRunner
 from jgraph.train.trainer import Trainer
 from tests.support.counting import after
@@ -149,6 +150,45 @@ def test_same_run_twice_gives_the_same_bits(cluster: Cluster) -> None:
         runs.append(fit(there, 8).metrics("loss")["value"].tolist())
         there.close()
     assert runs[0] == runs[1]
+
+
+class Many(nnx.Module):
+    """So many small parameters that they travel, and are updated, as one array."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        sizes = zip([4, *[3] * 9], [3] * 10, strict=True)
+        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in sizes])
+
+    def __call__(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = nnx.tanh(layer(x))
+        return x
+
+
+def test_small_gradients_are_averaged_as_one_array_to_the_same_bits(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat: list[int] = []
+    found = loaded._averaged_flat
+
+    def note(*args: Any) -> Any:
+        runs = found(*args)
+        flat.extend(map(len, runs))
+        return runs
+
+    def alone(*args: Any) -> Any:
+        return []
+
+    values = []
+    for how in (note, alone):
+        monkeypatch.setattr(loaded, "_averaged_flat", how)
+        there = trainer(cluster, optax.adam(1e-2), Many)
+        run = fit(there, 8)
+        values.append([run.metrics("loss")["value"], *there.current_values()])
+        there.close()
+    assert sum(flat) >= 20
+    for a, b in zip(*values, strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 def test_model_state_is_averaged(cluster: Cluster) -> None:
