@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jgraph.graph.ir import TaskName
-from jgraph.rpc.grpc import transport
+from jgraph.rpc.grpc import channels, server_port
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.resumable.accepting import RETURN_S
 from jgraph.rpc.transport import Frame
@@ -42,8 +42,8 @@ def network_of(monkeypatch: pytest.MonkeyPatch) -> Made:
     def make(seed: int) -> Network:
         network = Network(seed)
         monkeypatch.setattr(grpc.aio, "server", network.server)
-        monkeypatch.setattr(transport, "new_data_socket", network.listen)
-        monkeypatch.setattr(transport, "open_channel", network.open_channel)
+        monkeypatch.setattr(server_port, "new_data_socket", network.listen)
+        monkeypatch.setattr(channels, "open_channel", network.open_channel)
         return network
 
     return make
