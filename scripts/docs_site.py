@@ -30,8 +30,18 @@ PAGES: Final = {
 }
 """Page of the repository -> page of the site; docs/x.md is x.md."""
 GROUPS: Final = {
-    "Training": ["Trainer", "AsyncPS", "SyncPS", "Local", "Checkpoints", "Source"],
-    "Callbacks": ["EarlyStopping", "NanGuard", "StopAtStep", "TensorBoard"],
+    "Training": [
+        "Trainer",
+        "AsyncPS",
+        "SyncPS",
+        "Local",
+        "Elastic",
+        "Checkpoints",
+        "Source",
+    ],
+    "Callbacks": [
+        *("EarlyStopping", "NanGuard", "StopAtStep", "TensorBoard", "MLflow", "WandB"),
+    ],
     "Serving": ["export", "ExportedModel", "serve", "ModelServer"],
     "Graphs": ["function", "Variable", "device", "colocate_with", "tap", "mesh"],
     "Models on several tasks": ["Pipeline", "towers", "auto", "CostModel"],
@@ -46,11 +56,23 @@ GROUPS: Final = {
         *("LocalCluster", "RayCluster", "connect"),
         *("Session", "ClusterSpec", "Server", "TLS"),
     ],
+    "Tests and simulated clusters": [],  # of jgraph.testing
     "Looking": ["Graph", "check", "doctor", "DeviceSpec", "JGError"],
 }
 BESIDE: Final = {
     "Training": ["jgraph.train.run.run.Run"],
     "Clusters": ["jgraph.client.cluster.Cluster", "jgraph.client.status.TaskStatus"],
+    "Tests and simulated clusters": [
+        "jgraph.testing.scale." + name
+        for name in (
+            "simulate.simulate",
+            "simulate.Simulated",
+            "simulate.dense_step",
+            "computing.Computing",
+            "costs.Costs",
+            "costs.load_costs",
+        )
+    ],
 }
 """What users hold in their hands and do not make by name."""
 LINK: Final = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")

@@ -16,6 +16,7 @@ from flax import nnx
 import jgraph as jg
 from jgraph import cli
 from jgraph.launch.local.daemon import find
+from jgraph.testing import dense_step
 from tests.support.cli import Shell, run
 from tests.support.models import data, nnx_loss
 from tests.support.pages import PAGES, ROOT, blocks
@@ -93,6 +94,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     trainer = jg.Trainer(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), nnx_loss, optax.sgd(0.1))
     saved = jg.Checkpoints("runs/mlp", every=2)
     trainer.fit(data(), steps=6, batch_size=8, progress=False, checkpoint=saved)
+    dense_step(4_000_000).save("plan.json")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "flax_run", {"params": {"w": np.zeros(3)}})
     jg.export(lambda x: x / 2 + 3, np.zeros(1, np.float32), "models/line")

@@ -129,7 +129,7 @@ def render_k8s(
         raise ConfigError("a cluster has TLS; --insecure-i-accept is for --serve")
     if serve and (jobset or elastic):
         given = "--jobset" if jobset else "--elastic"
-        raise ConfigError(f"{given} is of a cluster; leave it or --serve away")
+        raise ConfigError(f"{given} is of a cluster; leave {given} or --serve away")
     if serve:
         servers = ModelDeployment(
             image,

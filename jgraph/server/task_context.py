@@ -65,8 +65,9 @@ class TaskContext:
         """Takes an arrangement if it is newer than what is known; returns whether."""
         if newer.number <= self.arrangement.number:
             return False
+        spec = spec_of(newer)  # refuses what is none
         self.arrangement = newer
-        self._set_spec(spec_of(newer))
+        self._set_spec(spec)
         for tell in self.rearranged:
             tell()
         return True

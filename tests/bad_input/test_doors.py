@@ -25,7 +25,7 @@ from jgraph.launch.local.daemon import find, up
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.calls.caller import ASKS_METHOD
 from jgraph.rpc.exchange.link import EXCHANGE_METHOD
-from jgraph.rpc.frames import frame
+from jgraph.rpc.frames import body_of, frame
 from tests.support.served import PS, WORKER, Served
 
 
@@ -174,17 +174,43 @@ def texts_in(message: Descriptor | None, seen: set[str]) -> Iterator[FieldDescri
 
 
 @pytest.mark.bad_input_row(25)
-def test_no_request_names_an_address() -> None:
+def test_no_request_of_a_client_names_an_address() -> None:
     """So none can send a server somewhere: it dials the tasks of its cluster."""
     fields = pb.Frame.DESCRIPTOR.fields_by_name
     texts = [
         text.full_name
-        for kind in {method.request for method in METHODS.values()}
+        for kind in {m.request for m in METHODS.values() if "client" in m.roles}
         for text in texts_in(fields[kind].message_type, set())
     ]
     assert len(texts) > 50
     address = re.compile(r"address|host|url|uri|target|endpoint|port\b|peer")
-    assert not [text for text in texts if address.search(text)]
+    # The master writes it anew for the tasks; see the next test.
+    known = {"jgraph.v1.Member.address"}
+    assert {text for text in texts if address.search(text)} == known
+
+
+@pytest.mark.bad_input_row(25)
+def test_a_client_says_nothing_of_where_tasks_are(served: Served) -> None:
+    worker = served.servers.server(WORKER).address
+    members = [
+        pb.Member(task=PS, address=worker, incarnation=1),
+        pb.Member(task=WORKER, address="127.0.0.1:9", incarnation=1),
+    ]
+    order = pb.RegisterProgram(
+        handle="moves tasks",
+        program=pb.Program(
+            driver=WORKER, partitions=[pb.Partition(task=PS), pb.Partition(task=WORKER)]
+        ),
+    )
+    order.members.CopyFrom(pb.Members(arrangement=9, members=members))
+    served.cluster.call("Master.RegisterProgram", frame(register_program=order))
+    handle = frame(program_handle=pb.ProgramHandle(handle=order.handle))
+    served.cluster.call("Master.UnregisterProgram", handle)
+    statuses = [
+        served.cluster.call("TaskStatus", frame(empty=pb.Empty()), to=address)
+        for address in (served.servers.server(PS).address, worker)
+    ]
+    assert [body_of(status).arrangement for status in statuses] == [0, 0]
 
 
 @pytest.mark.bad_input_row(25)

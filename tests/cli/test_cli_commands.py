@@ -42,6 +42,7 @@ WAITS = (
         "drain",
         "runs",
         "events",
+        "scale",
     ),
     "dashboard",
 )

@@ -353,7 +353,7 @@ class Supervisor:
       >>> [supervisor.handle(event, 0.0) for event in events]
       [[], [], []]
       >>> supervisor.handle(WorkerAnswered(1), 5.0)
-      [Prepare(replica=1)]
+      [Prepare(replica=1, joins=False)]
       >>> supervisor.handle(WorkerReady(1), 6.0)
       [Begin(replicas=(1,))]
       >>> supervisor.handle(LoopEnded(0, "done"), 9.0)

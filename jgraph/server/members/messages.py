@@ -66,10 +66,12 @@ def arrangement_in(message: pb.Members) -> Arrangement:
     """Returns the arrangement that came.
 
     Raises:
-      JGError: an address, or a name, is none.
+      JGError: an address, or a name, is none; nobody is in it.
     """
     members: dict[TaskName, Member] = {}
     with reading("the members of a cluster"):
+        if message.arrangement and not message.members:
+            raise ValueError(f"arrangement {message.arrangement} of nobody")
         for row in message.members:
             split_address(row.address)
             if DeviceSpec.from_string(row.task).task_name != row.task:
