@@ -21,6 +21,11 @@ MODULES = 16
 """In one folder, at most."""
 STUBS = 3
 """Modules of less than 60 lines that one other module imports, at most."""
+PARTICIPLES = re.compile(
+    "told|made|left|given|shown|got|gone|heard|handed|dealt|drawn|tried|spent|waited|"
+    "begun|kept"
+)
+"""Say what happened to a value, not what it is."""
 # Built from pieces, so that this file does not find itself.
 HOME_PATHS = re.compile(r"/(?:home|root|Users|work|tmp)" + r"/\w")
 NUMERIC_HOST = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
@@ -89,6 +94,33 @@ def test_first_lines_are_what_a_specialist_would_search_for() -> None:
     for path in PACKAGE:
         doc = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
         assert not asks.match(doc), f"{name(path)}: {doc.splitlines()[0]}"
+
+
+def values(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Names of variables, parameters, attributes, properties; whether it is local."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name, True
+            case ast.arg(arg=name) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name, False
+            case ast.FunctionDef(name=name, decorator_list=decorators):
+                if any("property" in ast.unparse(one) for one in decorators):
+                    yield name, False
+
+
+def test_values_have_nouns_for_names() -> None:
+    assert list(values(ast.parse("def f(told): self._left = 1"))) == [
+        ("told", False),
+        ("_left", False),
+    ]
+    counters = {("jgraph/runtime/store/hash_shard.py", "found")}  # rows of a look-up
+    for path in PACKAGE:
+        for value, is_local in values(ast.parse(path.read_text("utf-8"))):
+            word = value.strip("_")
+            # In a function the line above says what is looked for.
+            vague = PARTICIPLES.fullmatch(word) or (word == "found" and not is_local)
+            assert not vague or (name(path), word) in counters, f"{name(path)}: {value}"
 
 
 def test_no_folder_has_more_modules_than_one_can_look_through() -> None:

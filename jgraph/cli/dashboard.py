@@ -117,9 +117,9 @@ def dashboard(
         target, name, journal, replay, at, timeout, tls_dir, token_file
     ) as source:
         server = serve.DashboardServer(source, options)
-        shown = {"url": server.url, "port": server.port, **source.config()}
+        facts = {"url": server.url, "port": server.port, **source.config()}
         said = f"the dashboard is at\n\n  {server.url}\n\nCtrl-C ends it"
-        typer.echo(json.dumps(shown) if as_json else said)
+        typer.echo(json.dumps(facts) if as_json else said)
         sys.stdout.flush()
         with suppress(KeyboardInterrupt):
             server.run(sys.stdin.read if attended else None)

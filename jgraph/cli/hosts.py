@@ -178,9 +178,9 @@ def _check_joins(job: str | None, task: int | None, cluster: Path | None) -> Non
     from jgraph.errors import ConfigError
 
     if task is not None or cluster is not None:
-        given = "--task" if task is not None else "--cluster"
+        option = "--task" if task is not None else "--cluster"
         raise ConfigError(
-            f"--join does not go with {given}: the cluster that is joined says which "
+            f"--join does not go with {option}: the cluster that is joined says which "
             f"task this is; write jgraph server --job {job or 'worker'} --join ADDRESS"
         )
 

@@ -65,8 +65,8 @@ def run_on_hosts(
         )
         while not stop.wait(1.0) and not cluster.is_over():
             continue
-        if cluster.is_over() and (gone := cluster.gone()):
-            raise TaskLostError(f"no task is left; {'; '.join(gone.values())}")
+        if cluster.is_over() and (ends := cluster.gone()):
+            raise TaskLostError(f"no task is left; {'; '.join(ends.values())}")
     say(
         {"ended": True},
         f"{len(cluster.spec.tasks())} tasks ended, nothing is left on the hosts",

@@ -128,8 +128,8 @@ def render_k8s(
     if insecure_i_accept and not serve:
         raise ConfigError("a cluster has TLS; --insecure-i-accept is for --serve")
     if serve and (jobset or elastic):
-        given = "--jobset" if jobset else "--elastic"
-        raise ConfigError(f"{given} is of a cluster; leave {given} or --serve away")
+        option = "--jobset" if jobset else "--elastic"
+        raise ConfigError(f"{option} is of a cluster; leave {option} or --serve away")
     if serve:
         servers = ModelDeployment(
             image,
@@ -159,8 +159,8 @@ def render_k8s(
     _say_manifests(found, as_json=as_json)
 
 
-def _say_manifests(found: "list[Manifest]", *, as_json: bool) -> None:
+def _say_manifests(manifests: "list[Manifest]", *, as_json: bool) -> None:
     from jgraph.launch.kubernetes import as_yaml
 
-    listed = {"apiVersion": "v1", "kind": "List", "items": found}
-    say(listed, lambda: as_yaml(found).rstrip(), as_json=as_json)
+    listed = {"apiVersion": "v1", "kind": "List", "items": manifests}
+    say(listed, lambda: as_yaml(manifests).rstrip(), as_json=as_json)

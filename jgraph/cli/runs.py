@@ -81,12 +81,12 @@ def events(
             text = "\n".join(map(str, found)) or "nothing has happened yet"
             say([asdict(event) for event in found], text, as_json=as_json)
             return
-        once, waited = Once(), False
+        once, is_stopped = Once(), False
         with until_interrupted() as stop:
-            while not waited:
+            while not is_stopped:
                 for event in filter(once.is_new, new()):
                     typer.echo(event.to_json() if as_json else str(event))
-                waited = stop.wait(_LOOK_EVERY_S)
+                is_stopped = stop.wait(_LOOK_EVERY_S)
 
 
 @contextmanager

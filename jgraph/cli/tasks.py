@@ -83,9 +83,9 @@ def _file_lines(path: Path, tail: int, follow: bool) -> Iterator[str]:
     pause = threading.Event()
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from (line.rstrip("\n") for line in file.readlines()[-tail:])
-        begun = ""
+        rest = ""
         while follow:
-            *whole, begun = (begun + file.read()).split("\n")
+            *whole, rest = (rest + file.read()).split("\n")
             yield from whole
             pause.wait(_LOOK_EVERY_S)
 
@@ -131,11 +131,11 @@ def drain(
     files = {"tls": tls_dir, "token_file": token_file}
     with inspecting(where, timeout_s=min(10.0, timeout), **files) as visit:
         began = clock.now()
-        gone = visit.drain(task, grace)
+        is_over = visit.drain(task, grace)
         polling = Polling(_LOOK_EVERY_S, timeout, clock)
-        while not gone() and polling.wait():
+        while not is_over() and polling.wait():
             pass
-        seconds, ended = round(clock.now() - began, 3), gone()
+        seconds, ended = round(clock.now() - began, 3), is_over()
     facts = {"task": task, "ended": ended, "seconds": seconds}
     text = (
         f"{task} ended after {seconds:.1f} s"

@@ -108,13 +108,13 @@ class Connection:
         reply = self.call("Master.Status", frame(empty=pb.Empty()), timeout_s=15.0)
         self.take_members(body_of(reply))
 
-    def take_members(self, told: pb.ClusterStatus) -> None:
+    def take_members(self, status: pb.ClusterStatus) -> None:
         """Takes note of the tasks that a master tells of, unless they are older."""
-        if told.arrangement < self.arrangement:
+        if status.arrangement < self.arrangement:
             return
-        self.arrangement = told.arrangement
-        self.spec = ClusterSpec.from_json(told.cluster_json)
-        self.platforms |= {TaskName(t.task): (t.platform,) for t in told.tasks}
+        self.arrangement = status.arrangement
+        self.spec = ClusterSpec.from_json(status.cluster_json)
+        self.platforms |= {TaskName(t.task): (t.platform,) for t in status.tasks}
 
     def gone(self) -> Mapping[TaskName, str]:
         """Returns how tasks ended that nobody starts again, as far as is known here."""

@@ -90,11 +90,11 @@ def _all_answer(cluster: Connection, timeout_s: float) -> bool:
         connect_request(timeout_s),
         timeout_s=timeout_s + CONTROL_S,
     )
-    told: pb.ClusterStatus = body_of(reply)
-    if told.arrangement > cluster.arrangement:
-        cluster.take_members(told)
+    status: pb.ClusterStatus = body_of(reply)
+    if status.arrangement > cluster.arrangement:
+        cluster.take_members(status)
     # A master that was started again may not know the others yet.
-    return ClusterSpec.from_json(told.cluster_json) == cluster.spec
+    return ClusterSpec.from_json(status.cluster_json) == cluster.spec
 
 
 def check_versions(status: pb.ClusterStatus, own_jax: str) -> None:

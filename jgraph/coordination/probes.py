@@ -249,9 +249,9 @@ def _round_s(ran: RunMetadata, src: TaskName, dst: TaskName, nbytes: int) -> flo
     here, there = ran.of(src), ran.of(dst)
     sent = _first(here, "send", dst, 0.0, nbytes)
     came = next(n for n in there if n.kind == "recv" and n.key == sent.key)
-    answered = _first(there, "send", src, came.start_s, 4)
-    back = next(n for n in here if n.kind == "recv" and n.key == answered.key)
-    return (back.start_s - sent.start_s) - (answered.start_s - came.start_s)
+    answer = _first(there, "send", src, came.start_s, 4)
+    back = next(n for n in here if n.kind == "recv" and n.key == answer.key)
+    return (back.start_s - sent.start_s) - (answer.start_s - came.start_s)
 
 
 def _first(

@@ -132,8 +132,10 @@ class Guard:
         return None
 
     def _check_token(self, request: Request, *tokens: bytes) -> Refused | None:
-        shown = [v.partition(" ") for v in request.all("authorization")]
-        offered = [t.encode() for scheme, _, t in shown if scheme.lower() == "bearer"]
+        credentials = [v.partition(" ") for v in request.all("authorization")]
+        offered = [
+            t.encode() for scheme, _, t in credentials if scheme.lower() == "bearer"
+        ]
         # All are compared, whatever the first comparison gave.
         good = [hmac.compare_digest(g, t) for g in offered for t in tokens if t]
         if len(offered) == 1 and any(good):

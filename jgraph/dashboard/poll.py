@@ -60,7 +60,7 @@ class Poller:
         self._thread = threading.Thread(
             target=self._go_on, name="jgraph-poll", daemon=True
         )
-        self.answered = threading.Event()
+        self.first_answer = threading.Event()
         """Set once the cluster has answered."""
 
     def start(self) -> None:
@@ -91,7 +91,7 @@ class Poller:
         """
         status = self._visit.status()
         self._take(status_fact(status, self._clock.now()))
-        self.answered.set()
+        self.first_answer.set()
         runs = self._visit.runs()
         self._take(runs_fact(runs, self._clock.now()))
         for run in runs:

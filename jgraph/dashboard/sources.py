@@ -55,7 +55,7 @@ class LiveSource:
 
     def is_ready(self) -> bool:
         """Whether the cluster has answered."""
-        return self.poller.answered.is_set()
+        return self.poller.first_answer.is_set()
 
     def view(self, at: float | None) -> Mapping[str, Any]:
         """Returns the view of now."""

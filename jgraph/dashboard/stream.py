@@ -91,14 +91,14 @@ class _Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._streams.count += 1
         sending = asyncio.ensure_future(self._streams.run(send))
-        gone = asyncio.ensure_future(_gone(receive))
+        leaving = asyncio.ensure_future(_gone(receive))
         try:
-            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._streams.count -= 1
-            for work in (sending, gone):
+            for work in (sending, leaving):
                 work.cancel()
-            await asyncio.gather(sending, gone, return_exceptions=True)
+            await asyncio.gather(sending, leaving, return_exceptions=True)
 
 
 async def _gone(receive: Receive) -> None:

@@ -58,10 +58,12 @@ def _shortened(traceback: TracebackType | None) -> TracebackType | None:
             users.append(entry)
         elif ours is None:
             ours = entry
-    shown: TracebackType | None = None
+    excerpt: TracebackType | None = None
     for entry in reversed([*([ours] if ours else []), *users]):
-        shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return shown
+        excerpt = TracebackType(
+            excerpt, entry.tb_frame, entry.tb_lasti, entry.tb_lineno
+        )
+    return excerpt
 
 
 def _is_users(error: BaseException) -> bool:

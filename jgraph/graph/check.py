@@ -75,7 +75,7 @@ class _View:
         names = value_names(self.graph)
         lines = list(equation_lines(self.graph, names))
         first = max(0, index - _NEIGHBOURS)
-        shown = "\n".join(
+        excerpt = "\n".join(
             f"  {'->' if i == index else '  '} {line}"
             for i, line in enumerate(lines)
             if first <= i <= index + _NEIGHBOURS
@@ -84,7 +84,7 @@ class _View:
         line = _compat.user_line(equation)
         end = f"; {todo}" if todo else ""
         return kind(
-            f"{what}, at {line}{end}\n  in graph '{self.graph.name}':\n{shown}",
+            f"{what}, at {line}{end}\n  in graph '{self.graph.name}':\n{excerpt}",
             graph=self.graph.name,
             equation=equation_text(equation, names),
             line=line,

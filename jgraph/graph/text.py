@@ -101,16 +101,16 @@ def _type(array: Any) -> str:
 
 
 def _parameters(equation: Equation) -> str:
-    shown = []
+    parameters = []
     bodies = {name for name, _ in _compat.inner_jaxprs(equation)}
     for name, value in sorted(equation.params.items()):
         if name in bodies or name in _HIDDEN or value is False:
             continue
         text = _plain(value)
         if text is not None and text != "()" and len(text) <= _MAX_PARAMETER:
-            shown.append(f"{name}={text}")
-    shown += [f"{name}={_body(b)}" for name, b in _compat.inner_jaxprs(equation)]
-    return f"[{' '.join(shown)}]" if shown else ""
+            parameters.append(f"{name}={text}")
+    parameters += [f"{name}={_body(b)}" for name, b in _compat.inner_jaxprs(equation)]
+    return f"[{' '.join(parameters)}]" if parameters else ""
 
 
 def _plain(value: Any) -> str | None:

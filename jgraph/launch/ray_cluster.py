@@ -385,12 +385,12 @@ class RayCluster(Cluster):
 
     def check_startable(self) -> None:
         """See ``Cluster.check_startable``."""
-        if gone := self.gone():
+        if ends := self.gone():
             raise TaskMissingError(
-                f"{'; '.join(gone.values())}\nRay does not make it again; make a new "
+                f"{'; '.join(ends.values())}\nRay does not make it again; make a new "
                 "jg.RayCluster, with more restarts, and resume there with "
                 "trainer.restore(…)",
-                missing=list(gone),
+                missing=list(ends),
             )
 
     def close(self) -> None:

@@ -285,8 +285,8 @@ class HostsCluster:
 
     def is_over(self) -> bool:
         """Whether no task runs any more, or will."""
-        gone = self.gone()
-        return all(one.code == 0 or one.task in gone for one in self._remotes)
+        ends = self.gone()
+        return all(one.code == 0 or one.task in ends for one in self._remotes)
 
     def close(self) -> None:
         """Ends all tasks, and looks on every host whether something is left.

@@ -293,7 +293,9 @@ class StepRun:
                 self._complete(index, [node.value])
             case RecvNode():
                 self._rendezvous.recv(
-                    self.step, node.key, lambda got: self._received(index, node, got)
+                    self.step,
+                    node.key,
+                    lambda arrays: self._received(index, node, arrays),
                 )
             case SendNode():
                 values = [np.asarray(self._values[v]) for v in node.values]

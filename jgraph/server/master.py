@@ -170,8 +170,8 @@ class Master:
             events.put_nowait(TaskRefused(task, as_error(error, task)))
             return
         if status.state != "ready":
-            gone = TaskLostError(f"{task} is being stopped", task=task)
-            events.put_nowait(TaskRefused(task, gone))
+            loss = TaskLostError(f"{task} is being stopped", task=task)
+            events.put_nowait(TaskRefused(task, loss))
             return
         statuses[task] = status
         events.put_nowait(TaskAnswered(task, status.incarnation))

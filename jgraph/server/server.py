@@ -185,8 +185,8 @@ class TaskServer:
         await leaving
         await self.master.registrar.say_left(ended=True)
         self.master.runs.leave()
-        gone = TaskLostError(f"{self.task} was stopped")
-        self.service.driver.close(gone)
+        loss = TaskLostError(f"{self.task} was stopped")
+        self.service.driver.close(loss)
         self.master.dealers.close_all()
         self.master.runs.close()
         self.master.registrar.close()

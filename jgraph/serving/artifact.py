@@ -112,36 +112,36 @@ class ModelManifest:
         return cls(**body)
 
 
-def _leaf(name: str, found: Mapping[str, Any]) -> Leaf:
+def _leaf(name: str, entry: Mapping[str, Any]) -> Leaf:
     """Returns the description of an array; what cannot be one is refused."""
-    shape, sums = tuple(found["shape"]), tuple(found["crc32"])
+    shape, sums = tuple(entry["shape"]), tuple(entry["crc32"])
     if not _PLAIN.fullmatch(name) or directory_of(name).startswith("."):
         raise ValueError(f"'{name:.80}' is no name of an array")
     if len(shape) > MAX_RANK or not all(
         type(n) is int and 0 <= n < 2**48
-        for n in (*shape, found["block_rows"], math.prod(shape))
+        for n in (*shape, entry["block_rows"], math.prod(shape))
     ):
         raise ValueError(f"array '{name:.80}' has no shape that can be")
-    return Leaf(shape, str(found["dtype"]), found["block_rows"], sums)
+    return Leaf(shape, str(entry["dtype"]), entry["block_rows"], sums)
 
 
-def _signature(found: Mapping[str, Any], arrays: Mapping[str, Leaf]) -> Signature:
+def _signature(entry: Mapping[str, Any], arrays: Mapping[str, Leaf]) -> Signature:
     specs = {
         kind: tuple(
             TensorSpec(str(one["name"]), str(one["dtype"]), tuple(one["shape"]))
-            for one in found[kind]
+            for one in entry[kind]
         )
         for kind in ("inputs", "outputs")
     }
-    if not _DIGEST.fullmatch(found["program"]):
+    if not _DIGEST.fullmatch(entry["program"]):
         raise ValueError("a program is not named by its digest")
     if not specs["inputs"] or any(
         one.dtype not in DATATYPES for one in (*specs["inputs"], *specs["outputs"])
     ):
         raise ValueError("a signature has no input, or one without a datatype")
-    if missing := set(found["arguments"]) - set(arrays):
+    if missing := set(entry["arguments"]) - set(arrays):
         raise ValueError(f"a signature takes '{min(missing):.80}', which is no array")
-    return Signature(**{**found, **specs, "arguments": tuple(found["arguments"])})
+    return Signature(**{**entry, **specs, "arguments": tuple(entry["arguments"])})
 
 
 def write_version(

@@ -129,8 +129,8 @@ def prune(
     old = [v for v in versions_in(path)[:-keep] if v not in labelled]
     for version in [] if dry_run else old:
         # What is renamed first is not found in part by a server.
-        gone = (path / str(version)).rename(path / f".{version}.gone")
-        shutil.rmtree(gone)
+        old_path = (path / str(version)).rename(path / f".{version}.gone")
+        shutil.rmtree(old_path)
     verb = "would delete" if dry_run else "deleted"
     text = ", ".join(map(str, old)) or "nothing"
     _print(as_json, {"deleted": old, "dry_run": dry_run}, f"{verb} {text}")

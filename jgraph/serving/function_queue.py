@@ -112,9 +112,9 @@ class FunctionQueue:
             if self._function.signature.is_batched:
                 inputs = [np.repeat(one[:1], rows, axis=0) for one in example]
             self._function(inputs)
-            begun = self._clock.now()
+            began_s = self._clock.now()
             self._function(inputs)
-            self._took_s[rows] = self._clock.now() - begun
+            self._took_s[rows] = self._clock.now() - began_s
 
     async def answer(
         self, inputs: list[Array], rows: int, deadline: float
@@ -199,15 +199,15 @@ class FunctionQueue:
         return max(1, round(self.queued_rows / most * took_s / self._limits.slots))
 
     def _execute(self, run: Execute) -> None:
-        begun = self._clock.now()
+        began_s = self._clock.now()
         inputs = self._together(run)
         for piece in run.pieces:
             asked = self._asked[piece.request]
             if asked.waited_s is None:
-                asked.waited_s = begun - asked.came
+                asked.waited_s = began_s - asked.came
                 self._statistics.queue.add(asked.waited_s)
         ready = self._clock.now()
-        self._statistics.compute_input.add(ready - begun)
+        self._statistics.compute_input.add(ready - began_s)
         loop = asyncio.get_running_loop()
         if self._took_s.get(run.bucket, SHORT_S) < SHORT_S:
             try:
@@ -222,10 +222,10 @@ class FunctionQueue:
         future.add_done_callback(partial(self._ended, run, ready))
 
     def _ended(
-        self, run: Execute, begun: float, future: "asyncio.Future[list[Array]]"
+        self, run: Execute, began_s: float, future: "asyncio.Future[list[Array]]"
     ) -> None:
         error = future.exception()
-        self._done(run, begun, future.result() if error is None else error)
+        self._done(run, began_s, future.result() if error is None else error)
         self._free(run.slot)
 
     def _free(self, slot: int) -> None:
@@ -249,9 +249,9 @@ class FunctionQueue:
         return together
 
     def _done(
-        self, run: Execute, begun: float, outputs: list[Array] | BaseException
+        self, run: Execute, began_s: float, outputs: list[Array] | BaseException
     ) -> None:
-        took_s = self._clock.now() - begun
+        took_s = self._clock.now() - began_s
         self._took_s[run.bucket] = took_s
         self._statistics.executions += 1
         self._statistics.compute_infer.add(took_s)

@@ -198,8 +198,8 @@ class InferenceService:
         for name, version in self._models.served(request.name, request.version):
             one = version.statistics
             durations = {
-                part: pb.StatisticDuration(count=spent.count, ns=spent.ns)
-                for part, spent in one.durations.items()
+                part: pb.StatisticDuration(count=duration.count, ns=duration.ns)
+                for part, duration in one.durations.items()
             }
             found.model_stats.add(
                 name=name,
@@ -230,11 +230,11 @@ class InferenceService:
         return pb.RepositoryModelUnloadResponse()
 
 
-def parameters_of(found: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
+def parameters_of(values: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
     """Returns the parameters that have a value."""
     return {
         name: getattr(one, kind)
-        for name, one in found.items()
+        for name, one in values.items()
         if (kind := one.WhichOneof("parameter_choice")) is not None
     }
 

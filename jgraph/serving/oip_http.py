@@ -317,8 +317,8 @@ class InferenceRoutes:
                 "inference_count": version.statistics.rows,
                 "execution_count": version.statistics.executions,
                 "inference_stats": {
-                    part: {"count": spent.count, "ns": spent.ns}
-                    for part, spent in version.statistics.durations.items()
+                    part: {"count": duration.count, "ns": duration.ns}
+                    for part, duration in version.statistics.durations.items()
                 },
             }
             for model, version in self._models.served(name, version_of(request))
@@ -395,20 +395,20 @@ def decoded(body: bytes, json_nbytes: str | None) -> tuple[dict[str, Any], memor
     return parsed(body[:length], allows_nan=False), memoryview(body)[length:]
 
 
-def object_in(found: dict[str, Any], name: str) -> dict[str, Any]:
+def object_in(message: dict[str, Any], name: str) -> dict[str, Any]:
     """Returns an object of an object; an empty one if there is none.
 
     Raises:
       ModelInputError: it is something else.
     """
-    value = found.get(name, {})
+    value = message.get(name, {})
     if not isinstance(value, dict):
         raise ModelInputError(f"'{name}' is an object")
     return value
 
 
-def _list(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    value = found.get(name, [])
+def _list(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    value = message.get(name, [])
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
         raise ModelInputError(f"'{name}' is a list of objects")
     return value

@@ -69,8 +69,8 @@ def check_token(header: str, token: Token) -> None:
     Raises:
       TokenError: it is missing or another one.
     """
-    shown = header.removeprefix("Bearer ").encode("utf-8", "replace")
-    if not hmac.compare_digest(shown, token.value.encode()):
+    offer = header.removeprefix("Bearer ").encode("utf-8", "replace")
+    if not hmac.compare_digest(offer, token.value.encode()):
         raise TokenError(
             "this server answers those that show its token: 'Authorization: Bearer "
             "TOKEN', with the content of the file that it names when it starts"

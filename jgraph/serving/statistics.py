@@ -116,6 +116,6 @@ class Metrics:
             queued.add_metric(who, waiting)
             for code, count in one.refused.items():
                 refused.add_metric([*who, code], count)
-            for part, spent in one.durations.items():
-                seconds.add_metric([*who, part], spent.ns / 1e9)
+            for part, duration in one.durations.items():
+                seconds.add_metric([*who, part], duration.ns / 1e9)
         yield from (requests, refused, rows, executions, seconds, queued)

@@ -60,8 +60,8 @@ async def frames_arrive_in_order(make: MakeTransport) -> None:
     async with started(make) as (_, at_ps, worker, _, _):
         for i in range(300):
             worker.post(PS, step(i))
-        got = await at_ps.wait_frames(300)
-        expect(numbers(got) == list(range(300)), numbers(got))
+        frames = await at_ps.wait_frames(300)
+        expect(numbers(frames) == list(range(300)), numbers(frames))
         expect({src for src, _ in at_ps.frames} == {WORKER}, "wrong sender")
 
 
@@ -72,9 +72,9 @@ async def both_directions_flow_at_once(make: MakeTransport) -> None:
             worker.post(PS, step(i, np.full(3, i % 100, np.float32)))
             ps.post(WORKER, step(i, np.full(5, i % 100, np.int8)))
         for recorder in (at_ps, at_worker):
-            got = await recorder.wait_frames(2000)
-            expect(numbers(got) == list(range(2000)), "order lost")
-            tensors = [f.tensors[0] for f in got]
+            frames = await recorder.wait_frames(2000)
+            expect(numbers(frames) == list(range(2000)), "order lost")
+            tensors = [f.tensors[0] for f in frames]
             expect(all((t == i % 100).all() for i, t in enumerate(tensors)), "mixed up")
 
 
@@ -86,11 +86,13 @@ async def large_tensors_arrive(make: MakeTransport) -> None:
         worker.post(PS, step(0))
         worker.post(PS, step(1, small, large, small))
         worker.post(PS, step(2, large.T))
-        got = await at_ps.wait_frames(3)
-        expect(numbers(got) == [0, 1, 2], numbers(got))
-        for sent, received in zip((small, large, small), got[1].tensors, strict=True):
+        frames = await at_ps.wait_frames(3)
+        expect(numbers(frames) == [0, 1, 2], numbers(frames))
+        for sent, received in zip(
+            (small, large, small), frames[1].tensors, strict=True
+        ):
             np.testing.assert_array_equal(sent, received)
-        np.testing.assert_array_equal(large.T, got[2].tensors[0])
+        np.testing.assert_array_equal(large.T, frames[2].tensors[0])
 
 
 async def every_dtype_and_layout_survives(make: MakeTransport) -> None:
@@ -112,8 +114,8 @@ async def every_dtype_and_layout_survives(make: MakeTransport) -> None:
     sent = [*arrays, *layouts, *swapped]
     async with started(make) as (_, at_ps, worker, _, _):
         worker.post(PS, step(0, *sent))
-        (got,) = await at_ps.wait_frames(1)
-        for theirs, ours in zip(got.tensors, sent, strict=True):
+        (received,) = await at_ps.wait_frames(1)
+        for theirs, ours in zip(received.tensors, sent, strict=True):
             native = ours.astype(ours.dtype.newbyteorder("="))
             expect(theirs.dtype == native.dtype, f"{ours.dtype} came as {theirs.dtype}")
             expect(theirs.shape == ours.shape, f"{ours.shape} came as {theirs.shape}")
@@ -156,8 +158,8 @@ async def call_streams_its_replies(make: MakeTransport) -> None:
         expect(await client.start(Recorder()) == "", "a client listens nowhere")
         for caller in (client, worker):
             for n in (0, 1, 100):
-                got = await call(caller, address, "Count", step(n))
-                expect(numbers(got) == list(range(n)), numbers(got))
+                frames = await call(caller, address, "Count", step(n))
+                expect(numbers(frames) == list(range(n)), numbers(frames))
         await client.close()
 
 
@@ -460,8 +462,8 @@ async def withdrawn_values_do_not_leave(make: MakeTransport) -> None:
         dropped = worker.withdraw("train", 1)
         expect(dropped == 2, f"{dropped} frames were withdrawn, not 2")
         worker.post(PS, step(4))
-        got = await at_ps.wait_frames(4)
-        kinds = [(kind_of(f), body_of(f).step_id) for f in got]
+        frames = await at_ps.wait_frames(4)
+        kinds = [(kind_of(f), body_of(f).step_id) for f in frames]
         wanted = [("values", 2), ("abort_step", 1), ("start_step", 3)]
         expect(kinds == [*wanted, ("start_step", 4)], kinds)
         expect(worker.withdraw("train", 2) == 0, "withdrawn after it had left")
@@ -480,8 +482,8 @@ async def peer_that_takes_nothing_is_lost(make: MakeTransport) -> None:
             expect(not at_worker.lost, "peer_lost was called inside post")
             error = await at_worker.wait_lost(PS)
             expect(isinstance(error, NotTakingError), repr(error))
-            waited = error.details["waiting_frames"], error.details["waiting_bytes"]
-            expect(waited[0] == 2 and waited[1] > 2 * _NBYTES, error.details)
+            backlog = error.details["waiting_frames"], error.details["waiting_bytes"]
+            expect(backlog[0] == 2 and backlog[1] > 2 * _NBYTES, error.details)
             for word in (PS, WORKER, address, "2 frames", f"{3 * _NBYTES:,} bytes"):
                 expect(word in error.message, f"no '{word}' in: {error.message}")
             expect(len(at_worker.lost) == 1, "told more than once")

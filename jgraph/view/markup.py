@@ -47,8 +47,8 @@ def data(value: Any) -> str:
       True
     """
     assert is_dataclass(value)
-    shown = {f.name: repr(getattr(value, f.name)) for f in fields(value) if f.repr}
-    return facts(type(value).__name__, shown)
+    values = {f.name: repr(getattr(value, f.name)) for f in fields(value) if f.repr}
+    return facts(type(value).__name__, values)
 
 
 def link(url: str, what: str) -> str:

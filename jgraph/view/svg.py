@@ -110,9 +110,9 @@ def shortened(text: str, letters: int) -> str:
 def draw(views: Sequence[View]) -> Picture:
     """Returns a picture of views: the first shows, the others open by a click."""
     names = {view.key: f"v{n}" for n, view in enumerate(views)}
-    drawn = [(names[view.key], view, layout(view)) for view in views]
-    first = drawn[0][2]
-    parts = [_view(name, view, placed, names) for name, view, placed in drawn]
+    layouts = [(names[view.key], view, layout(view)) for view in views]
+    first = layouts[0][2]
+    parts = [_view(name, view, placed, names) for name, view, placed in layouts]
     return document(views[0].trail[-1][0], first.width, first.height, "".join(parts))
 
 

@@ -49,6 +49,6 @@ def count_text(count: int, noun: str) -> str:
 
 def names_text(names: Sequence[str]) -> str:
     """Returns the first names and how many more there are."""
-    shown = ", ".join(names[:_MAX_NAMES])
+    listing = ", ".join(names[:_MAX_NAMES])
     more = len(names) - _MAX_NAMES
-    return f"{shown} and {more} more" if more > 0 else shown
+    return f"{listing} and {more} more" if more > 0 else listing

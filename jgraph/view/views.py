@@ -117,9 +117,9 @@ class _Cutter:
         # What lies around: where values come from, and where they go.
         context = {b.key: b for b in ends_of if b.key not in inside}
         dim = [replace(box, kind="context", detail="") for box in context.values()]
-        drawn = _ordered([*dim, *boxes], edges)
-        lanes = {lane: scene.lanes.get(lane, "") for lane in {b.lane for b in drawn}}
-        self.views.append(View(key, trail, tuple(drawn), tuple(edges), lanes))
+        drawing = _ordered([*dim, *boxes], edges)
+        lanes = {lane: scene.lanes.get(lane, "") for lane in {b.lane for b in drawing}}
+        self.views.append(View(key, trail, tuple(drawing), tuple(edges), lanes))
         for node, box in zip(nodes, boxes, strict=True):
             if not box.opens or box.opens in self._seen:
                 continue

@@ -390,7 +390,7 @@ BUGS: Final = {
     ),
     "a step is told of before its record is kept": Bug(
         "coordination/step/commit_tracker.py",
-        "return last <= self._kept",
+        "return last <= self._committed",
         "return True",
         PS_CORE,
     ),
@@ -497,7 +497,7 @@ BUGS: Final = {
     ),
     "checksums are not compared": Bug(
         "runtime/files/manifest.py",
-        "if self.leaves.get(name) != found.get(name)",
+        "if self.leaves.get(name) != leaves.get(name)",
         "if name not in self.leaves",
         "tests/train/test_checkpoint_damage.py::"
         "test_a_flipped_bit_of_an_array_names_the_leaf",
@@ -598,7 +598,7 @@ BUGS: Final = {
     ),
     "what is left over of gradients goes with a late contribution": Bug(
         "train/step/compress.py",
-        "residual = jnp.where(counted, residual, before[...])",
+        "residual = jnp.where(has_counted, residual, before[...])",
         "residual += 0 * before[...]",
         "tests/train/step/test_compress.py::"
         "test_rounding_of_contributions_that_are_dropped_is_made_good"

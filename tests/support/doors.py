@@ -57,7 +57,7 @@ class Door:
         return self.listener.offer(self.caller, welcome)
 
     async def connect(self, ticket: Ticket, take: Take = ignore) -> FrameSocket | None:
-        shown, welcome = ticket.shown, ticket.answer
+        shown, welcome = ticket.number, ticket.answer
         if self.kind == "unix":
             name = self.listener.name
             local = pb.LocalSocket(name=name, ticket=shown, welcome=welcome)

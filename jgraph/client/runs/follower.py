@@ -259,7 +259,7 @@ class RunFollower:
         if report.state == "lost":
             _LOG.warning("%s was lost; the other workers go on", report.task)
         if report.restored is not None:
-            level = logging.INFO if report.restored.told else logging.WARNING
+            level = logging.INFO if report.restored.is_drain else logging.WARNING
             _RECOVER_LOG.log(level, "%s", report.restored)
         return report
 

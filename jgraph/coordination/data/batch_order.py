@@ -100,8 +100,8 @@ class BatchOrder:
         """
         epoch, index, first = (int(position[k]) for k in ("epoch", "index", "first"))
         if not self.plan.is_that_of(position):
-            begun = index > 0 or first > 0
-            return (epoch + begun) * self.plan.batches_per_epoch, []
+            is_begun = index > 0 or first > 0
+            return (epoch + is_begun) * self.plan.batches_per_epoch, []
         unfinished = [
             self.place(of, slot, batch)
             for of, slot, at, batches in (map(int, u) for u in position["unfinished"])

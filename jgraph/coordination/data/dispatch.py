@@ -170,7 +170,7 @@ class Dispatch:
         self._lease_s = lease_s
         self._workers: dict[str, _Worker] = {}
         self._waiting: dict[str, int] = {}  # batches of the answers still to come
-        self._gone: set[str] = set()
+        self._former: set[str] = set()
         self._now = self._lost_at = 0.0
         self._failed = False
 
@@ -215,7 +215,7 @@ class Dispatch:
 
     def _asked(self, asked: Asked) -> list[Instruction]:
         name = asked.worker
-        if name in self._gone:
+        if name in self._former:
             return [Expel(name, _silent(name, self._lease_s))]
         worker = self._workers.setdefault(name, _Worker(self._now))
         self._progress(name, asked.done)
@@ -263,7 +263,7 @@ class Dispatch:
 
     def _forget(self, name: str) -> Collection[int]:
         """Forgets a worker, which must not come back; returns what it held."""
-        self._gone.add(name)
+        self._former.add(name)
         self._waiting.pop(name, None)
         worker = self._workers.pop(name, None)
         return () if worker is None else worker.held
@@ -286,14 +286,14 @@ class Dispatch:
         # A share of what is left: at the end of a run the pieces become small, so
         # that all workers end together.
         wanted = min(batches, _MOST, -(-self._book.undealt // self._shares))
-        dealt: list[int] = []
-        while len(dealt) < wanted:
-            taken = self._take(worker, wanted - len(dealt))
+        places: list[int] = []
+        while len(places) < wanted:
+            taken = self._take(worker, wanted - len(places))
             if not taken:
                 break
-            dealt += taken
+            places += taken
             worker.held += taken
-        return self._leases(dealt)
+        return self._leases(places)
 
     def _leases(self, places: Iterable[int]) -> tuple[Lease, ...]:
         return tuple(self._book.order.leases(places))

@@ -84,15 +84,15 @@ class SyncData:
         order, held = self._book.order, self._held[replica]
         alone = idle or not held
         share = order.plan.batches_per_epoch // (2 * len(self._reserved))
-        dealt: list[int] = []
-        while len(dealt) < min(batches, max(1, share)):
-            place = self._take(replica, alone=alone and not dealt, together=together)
+        places: list[int] = []
+        while len(places) < min(batches, max(1, share)):
+            place = self._take(replica, alone=alone and not places, together=together)
             if place is None:
                 break
-            dealt.append(place)
+            places.append(place)
             number = order.number(place)
             held[number], self._holder[number] = place, replica
-        return tuple(order.leases(dealt))
+        return tuple(order.leases(places))
 
     def _take(self, replica: str, *, alone: bool, together: bool) -> int | None:
         if deaths := self._book.deaths:

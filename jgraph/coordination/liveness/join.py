@@ -103,10 +103,10 @@ class JoinBarrier:
 
     def _missing_error(self, timeout_s: float) -> TaskMissingError:
         total = len(self._addresses)
-        answered = total - len(self._missing)
+        answers = total - len(self._missing)
         who = "; ".join(self._describe(self.missing))
         return TaskMissingError(
-            f"{answered} of {total} tasks answered in {timeout_s:g} s. Missing: {who}. "
+            f"{answers} of {total} tasks answered in {timeout_s:g} s. Missing: {who}. "
             "Start them with `jgraph server --job … --task …` on their hosts, or take "
             "them out of the cluster description",
             missing=self.missing,

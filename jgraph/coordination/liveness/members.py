@@ -222,7 +222,7 @@ class Members:
         self.arrangement = Arrangement(0, members)
         self._lease_s = lease_s
         self._invited: dict[TaskName, _Invited] = {}
-        self._heard: dict[TaskName, float] = {}
+        self._last_heard_s: dict[TaskName, float] = {}
 
     @property
     def joined(self) -> dict[TaskName, Member]:
@@ -244,7 +244,7 @@ class Members:
             case Served():
                 said.append(self._served(event, now))
             case Answered(task, incarnation) if self._is_member(task, incarnation):
-                self._heard[task] = now
+                self._last_heard_s[task] = now
             case Gone(task, incarnation):
                 said.extend(self._gone(task, incarnation))
             case LeaveAsked(task):
@@ -284,7 +284,7 @@ class Members:
         if invited is None or invited.incarnation != incarnation:
             return Refuse(_not_given(task, self._lease_s))
         del self._invited[task]
-        self._heard[task] = now
+        self._last_heard_s[task] = now
         member = Member(event.address, incarnation)
         return self._publish({**self.arrangement.members, task: member}, "joined", task)
 
@@ -293,8 +293,8 @@ class Members:
     def _leave(self, task: TaskName) -> Iterable[Instruction]:
         member = self.arrangement.members.get(task)
         if member is not None and not member.leaves:
-            told = {**self.arrangement.members, task: replace(member, leaves=True)}
-            yield self._publish(told, "leaves", task)
+            members = {**self.arrangement.members, task: replace(member, leaves=True)}
+            yield self._publish(members, "leaves", task)
 
     def _left(self, task: TaskName, incarnation: int) -> Iterable[Instruction]:
         member = self.arrangement.members.get(task)
@@ -314,7 +314,9 @@ class Members:
     def _expire(self, now: float) -> list[Instruction]:
         for task in [t for t, one in self._invited.items() if now >= one.until]:
             del self._invited[task]
-        silent = [task for task, at in self._heard.items() if now - at >= self._lease_s]
+        silent = [
+            task for task, at in self._last_heard_s.items() if now - at >= self._lease_s
+        ]
         return [self._without(task, "lost") for task in silent]
 
     # ------------------------------------------------------------ the arrangement
@@ -324,7 +326,7 @@ class Members:
         return member is not None and member.incarnation == incarnation
 
     def _without(self, task: TaskName, kind: str) -> Publish:
-        self._heard.pop(task, None)
+        self._last_heard_s.pop(task, None)
         members = self.arrangement.members.items()
         return self._publish({t: one for t, one in members if t != task}, kind, task)
 
@@ -339,7 +341,7 @@ class Members:
         if newer.number <= self.arrangement.number:
             return
         self.arrangement = newer
-        self._heard = dict.fromkeys(self.joined, now)
+        self._last_heard_s = dict.fromkeys(self.joined, now)
         for task in newer.members:
             self._invited.pop(task, None)
         yield Publish(newer)

@@ -20,7 +20,7 @@ class Recovery:
       step: updates that were known to be applied then.
       back_to: updates of the state that it goes on from.
       seconds: it took until all ps answered and had that state.
-      told: the tasks were told to end.
+      is_drain: the tasks were told to end.
 
     Example:
       >>> print(Recovery((TaskName("/job:ps/task:0"),), 730, 500, seconds=2.0))
@@ -32,11 +32,11 @@ class Recovery:
     step: int
     back_to: int
     seconds: float = 0.0
-    told: bool = False
+    is_drain: bool = False
 
     def __str__(self) -> str:
         were = "was" if len(self.lost) == 1 else "were"
-        how = "told to end" if self.told else "lost"
+        how = "told to end" if self.is_drain else "lost"
         return (
             f"{', '.join(self.lost)} {were} {how} at step {self.step}; after "
             f"{self.seconds:.1f} s all ps answer, and the run goes on from step "
@@ -88,19 +88,19 @@ class Recoveries:
         self._newest: int | None = None
         self._times = 0
 
-    def lost(self, newest: int | None, *, told: bool = False) -> Instruction:
+    def lost(self, newest: int | None, *, is_drain: bool = False) -> Instruction:
         """Says what to do now that tasks are lost.
 
         Args:
           newest: updates in the newest checkpoint; None: there is none.
-          told: they were told to end, so the state is not what ended them.
+          is_drain: they were told to end, so the state is not what ended them.
         """
         if newest is None or newest < self.first:
             return GiveUp("no checkpoint of this run is there yet")
         if newest != self._newest:
             self._newest, self._times = newest, 0
-        self._times += not told
-        if self._times > ATTEMPTS and not told:
+        self._times += not is_drain
+        if self._times > ATTEMPTS and not is_drain:
             return GiveUp(f"it went back to step {newest} {ATTEMPTS} times already")
         return GoBack(newest)
 

@@ -186,12 +186,12 @@ class Differ:
 Meeting: TypeAlias = Ask | GoOn | Differ
 
 
-def meet(held: Mapping[TaskName, range], kept: Mapping[TaskName, range]) -> Meeting:
+def meet(held: Mapping[TaskName, range], copies: Mapping[TaskName, range]) -> Meeting:
     """Says from which version a run goes on, or what must be known for that.
 
     Args:
       held: the versions that what each task holds can have; none if it was lost.
-      kept: the versions that a copy or a log can have, of tasks that were asked for.
+      copies: the versions that a copy or a log can have, of tasks that were asked for.
 
     Example:
       >>> first, second = TaskName("/job:ps/task:0"), TaskName("/job:ps/task:1")
@@ -200,16 +200,16 @@ def meet(held: Mapping[TaskName, range], kept: Mapping[TaskName, range]) -> Meet
       >>> meet({first: range(0), second: range(7, 8)}, {first: range(7, 9)})
       GoOn(version=7, again=frozenset({'/job:ps/task:0'}))
     """
-    missing = [task for task, there in held.items() if not there and task not in kept]
+    missing = [task for task, there in held.items() if not there and task not in copies]
     if missing:
         return Ask(tuple(missing))
-    can = {task: {*there, *kept.get(task, ())} for task, there in held.items()}
+    can = {task: {*there, *copies.get(task, ())} for task, there in held.items()}
     common = set.intersection(*can.values()) if can else {0}
     if common:
         version = max(common)
         again = (task for task, there in held.items() if version not in there)
         return GoOn(version, frozenset(again))
-    unasked = [task for task in held if task not in kept]
+    unasked = [task for task in held if task not in copies]
     if unasked:
         return Ask(tuple(unasked))
     return Differ({task: tuple(sorted(there)) for task, there in can.items()})

@@ -28,7 +28,7 @@ Accounts: TypeAlias = Mapping[int, str | JGError]
 
 
 def standbys_of(
-    tasks: Iterable[TaskName], master: TaskName, kept: Iterable[TaskName] = ()
+    tasks: Iterable[TaskName], master: TaskName, incumbents: Iterable[TaskName] = ()
 ) -> list[TaskName]:
     """Returns the standbys of a master, the first of which goes on with its runs.
 
@@ -39,19 +39,19 @@ def standbys_of(
     Args:
       tasks: that are ready.
       master: of a run.
-      kept: who is one already, and stays one.
+      incumbents: who is one already, and stays one.
 
     Example:
       >>> ps = [TaskName(f"/job:ps/task:{n}") for n in range(2)]
       >>> workers = [TaskName(f"/job:worker/task:{n}") for n in range(2)]
       >>> standbys_of([*ps, *workers], workers[0])
       ['/job:ps/task:0', '/job:worker/task:1']
-      >>> standbys_of([*ps, *workers], ps[0], kept=[workers[1]])
+      >>> standbys_of([*ps, *workers], ps[0], incumbents=[workers[1]])
       ['/job:ps/task:1', '/job:worker/task:1']
       >>> standbys_of([*ps, workers[0]], workers[0])
       ['/job:ps/task:0', '/job:ps/task:1']
     """
-    chosen = list(kept)
+    chosen = list(incumbents)
     others = {task for task in tasks if task != master} - set(chosen)
     while others and len(chosen) < _STANDBYS:
         jobs = {is_ps(task) for task in chosen}

@@ -398,7 +398,7 @@ class Supervisor:
         return self._of("running")
 
     @property
-    def left(self) -> list[int]:
+    def former(self) -> list[int]:
         """Replicas whose workers have left, and are not looked for."""
         return self._of("left")
 

@@ -215,11 +215,11 @@ class Batching:
         self.queued_rows += rows
 
     def _drop(self, is_gone: Callable[[_Waiting], bool]) -> set[int]:
-        gone = [one for one in self._queue if is_gone(one)]
-        if gone:
+        leavers = [one for one in self._queue if is_gone(one)]
+        if leavers:
             self._queue = deque(one for one in self._queue if not is_gone(one))
-            self.queued_rows -= sum(one.piece.rows for one in gone)
-        return {one.piece.request for one in gone}
+            self.queued_rows -= sum(one.piece.rows for one in leavers)
+        return {one.piece.request for one in leavers}
 
     def _end_late(self, now: float, done: list[Instruction]) -> None:
         if all(one.deadline > now for one in self._queue):

@@ -207,8 +207,10 @@ class Versions:
         # What is to go stays until all is there that takes its place.
         is_settled = wanted <= ready and bool(wanted)
         if is_settled or not self._is_wanted:
-            kept = wanted | (set(self._labels.values()) if self._is_wanted else set())
-            leaving = sorted(ready - kept)
+            lasting = wanted | (
+                set(self._labels.values()) if self._is_wanted else set()
+            )
+            leaving = sorted(ready - lasting)
             ready -= set(leaving)
         else:
             leaving = []

@@ -25,7 +25,7 @@ class CommitTracker(Generic[StepT]):
     def __init__(self) -> None:
         self.count = 0
         """Records made so far."""
-        self._kept = 0
+        self._committed = 0
         self._last: dict[StepT, int] = {}
         self._over: dict[StepT, int] = {}
 
@@ -42,9 +42,9 @@ class CommitTracker(Generic[StepT]):
         It makes no record any more.
         """
         last = self._last.pop(step, 0)
-        if last > self._kept:
+        if last > self._committed:
             self._over[step] = last
-        return last <= self._kept
+        return last <= self._committed
 
     def commit(self, number: int) -> list[StepT]:
         """Learns that all records up to this one are kept.
@@ -52,8 +52,8 @@ class CommitTracker(Generic[StepT]):
         Returns:
           The steps that are over and may be told of, in the order of their ends.
         """
-        self._kept = max(self._kept, number)
-        done = [step for step, last in self._over.items() if last <= self._kept]
+        self._committed = max(self._committed, number)
+        done = [step for step, last in self._over.items() if last <= self._committed]
         for step in done:
             del self._over[step]
         return done

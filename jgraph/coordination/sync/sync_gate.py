@@ -172,7 +172,7 @@ class SyncGate:
         self._inside: dict[Step, int] = {}
         self._contributed: dict[str, int] = {}
         # Of this version: what is kept, and what of it is untold.
-        self._kept: set[Step] = set()
+        self._steps_taken: set[Step] = set()
         self._untold: list[Tell] = []
         self._enough = 1
 
@@ -191,7 +191,7 @@ class SyncGate:
                 return self._choose(steps)
             case Voided(step):
                 self._contributed.pop(step[0], None)
-                self._kept.discard(step)
+                self._steps_taken.discard(step)
                 return [Drop(step), *self._open()]
             case UpdateApplied():
                 self._deciding = False
@@ -234,9 +234,9 @@ class SyncGate:
         late = version < self.version or self._deciding or self._closed is not None
         if late:
             return [news]
-        self._kept.add(step)
+        self._steps_taken.add(step)
         self._untold.append(news)
-        if len(self._kept) >= self._enough:
+        if len(self._steps_taken) >= self._enough:
             return [Keep(step), *self._flush()]
         return [Keep(step), TellLater()] if len(self._untold) == 1 else [Keep(step)]
 
@@ -244,7 +244,7 @@ class SyncGate:
         untold = self._flush()
         self._deciding = True
         self._enough = len(steps)
-        self._kept.clear()
+        self._steps_taken.clear()
         return [*untold, Choose(steps)]
 
     def _close(self, error: JGError) -> list[Instruction]:

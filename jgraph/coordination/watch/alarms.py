@@ -261,10 +261,10 @@ def _evictions(seen: Seen) -> Iterator[Finding]:
     for task in seen.tasks.seen.values():
         for name, window in task.evicted.items():
             shard = rows(task.facts, "hash_tables").get(name, {})
-            held, gone = number(shard, "rows"), window.sums().get("evicted", 0)
-            if held and gone > held / 100:
+            held, losses = number(shard, "rows"), window.sums().get("evicted", 0)
+            if held and losses > held / 100:
                 what = (
-                    f"hash table {name} on {task.name} gave up {gone:,.0f} rows in a "
+                    f"hash table {name} on {task.name} gave up {losses:,.0f} rows in a "
                     f"minute, and holds {held:,.0f}"
                 )
                 how = "jg.HashTable(capacity_bytes=…), with more bytes"

@@ -51,7 +51,7 @@ class Board:
         self.tasks = Tasks()
         self.runs = Runs()
         self.now = 0.0
-        self._answered: float | None = None
+        self._answer_s: float | None = None
         self._silent = ""
         self._troubles: dict[str, str] = {}
         self._shards: Mapping[str, Any] = {}
@@ -63,7 +63,7 @@ class Board:
         self.now = max(self.now, number(fact, "time"))
         match fact.get("kind"):
             case "status":
-                self._silent, self._answered = "", self.now
+                self._silent, self._answer_s = "", self.now
                 self.tasks.take(fact, self.now)
             case "silent":
                 self._silent = text(fact, "text") or "no answer"
@@ -134,7 +134,7 @@ class Board:
         view = {
             "version": VERSION,
             "time": self.now,
-            "answered": self._answered,
+            "answered": self._answer_s,
             "silent": self._silent,
             "cluster": {
                 "master": self.tasks.master,
@@ -200,12 +200,12 @@ class Board:
         found = {}
         for name, task in sorted(self.tasks.seen.items()):
             for gate, facts in rows(task.facts, "gates").items():
-                waited = task.waits[gate].sums() if gate in task.waits else {}
+                waits = task.waits[gate].sums() if gate in task.waits else {}
                 found[f"{name} {gate}"] = {
                     "task": name,
                     "gate": gate,
                     **{key: facts.get(key) for key in _ALIKE},
-                    "waits": waited.get("waits"),
-                    "wait_s": waited.get("wait_s"),
+                    "waits": waits.get("waits"),
+                    "wait_s": waits.get("wait_s"),
                 }
         return found

@@ -119,7 +119,7 @@ class RunSeen:
         worker.step_s += [s for s in seconds if isinstance(s, int | float) and s >= 0]
         if steps:
             parts = numbers(fact, "times").items()
-            worker.parts = {name: spent / steps for name, spent in parts}
+            worker.parts = {name: total / steps for name, total in parts}
 
     def _take_metrics(self, fact: Fact) -> None:
         at = number(self.facts, "first_step") + self._reported

@@ -80,10 +80,10 @@ class TaskSeen:
         now_by_peer: Mapping[str, Fact],
         seconds: float,
     ) -> None:
-        counted = ("frames_sent", "bytes_sent", "shared_bytes_sent")
+        counters = ("frames_sent", "bytes_sent", "shared_bytes_sent")
         for peer, row in now_by_peer.items():
             was = before.get(peer, {})
-            now_, then = ({n: number(r, n) for n in counted} for r in (row, was))
+            now_, then = ({n: number(r, n) for n in counters} for r in (row, was))
             self.traffic[peer] = grown(then, now_, seconds)
 
     def _take_windows(self, fact: Fact, now: float) -> None:

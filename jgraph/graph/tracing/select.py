@@ -74,7 +74,7 @@ def select_targets(graph: Graph, targets: Collection[str | VariableKey]) -> Grap
     wanted = {_target(graph, target, written) for target in targets}
     needed = {v for v in graph.jaxpr.outvars if not isinstance(v, Literal)}
     later: set[Var] = set()  # variables that something kept uses further down
-    kept: list[int] = []
+    indices: list[int] = []
     for index in reversed(range(len(graph.equations))):
         equation = graph.equations[index]
         writes = _written(equation)
@@ -87,15 +87,15 @@ def select_targets(graph: Graph, targets: Collection[str | VariableKey]) -> Grap
         unasked = [r for r in writes if refs[r].key not in wanted]
         if unasked:
             raise _read_later(graph, equation, refs[unasked[0]].name)
-        kept.append(index)
+        indices.append(index)
         taken = [v for v in equation.invars if not isinstance(v, Literal)]
         needed.update(taken)
         later.update(v for v in taken if v in refs)
-    kept.reverse()
+    indices.reverse()
     return replace(
         graph,
-        jaxpr=graph.jaxpr.replace(eqns=[graph.equations[i] for i in kept]),
-        stamps=tuple(graph.stamps[i] for i in kept),
+        jaxpr=graph.jaxpr.replace(eqns=[graph.equations[i] for i in indices]),
+        stamps=tuple(graph.stamps[i] for i in indices),
     )
 
 

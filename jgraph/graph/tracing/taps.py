@@ -99,7 +99,7 @@ def feed_taps(graph: Graph, names: Collection[str]) -> Graph:
     def rename(atom: Atom) -> Atom:
         return feed_of.get(atom, atom) if isinstance(atom, Var) else atom
 
-    kept = [
+    equations = [
         (equation, stamp)
         for equation, stamp in zip(graph.equations, graph.stamps, strict=True)
         if not (is_name(equation) and equation.outvars[0] in feed_of)
@@ -107,14 +107,14 @@ def feed_taps(graph: Graph, names: Collection[str]) -> Graph:
     jaxpr = graph.jaxpr.replace(
         invars=[*graph.jaxpr.invars, *feeds.values()],
         outvars=[rename(v) for v in graph.jaxpr.outvars],
-        eqns=[_compat.rebuild_equation(e, rename, e.outvars) for e, _ in kept],
+        eqns=[_compat.rebuild_equation(e, rename, e.outvars) for e, _ in equations],
     )
     new = tuple(Feed(n, _compat.array_type(v)) for n, v in feeds.items())
     return replace(
         graph,
         jaxpr=jaxpr,
         feeds=(*graph.feeds, *new),
-        stamps=tuple(stamp for _, stamp in kept),
+        stamps=tuple(stamp for _, stamp in equations),
     )
 
 

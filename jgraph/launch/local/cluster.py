@@ -225,11 +225,11 @@ class LocalCluster(Cluster):
 
     def check_startable(self) -> None:
         """See ``Cluster.check_startable``."""
-        if gone := self.gone():
+        if ends := self.gone():
             raise TaskMissingError(
-                f"{'; '.join(gone.values())}\nNothing starts it again; give "
+                f"{'; '.join(ends.values())}\nNothing starts it again; give "
                 "jg.LocalCluster more restarts, for example restarts=5",
-                missing=list(gone),
+                missing=list(ends),
             )
 
     def close(self) -> None:

@@ -438,16 +438,16 @@ def check_counts(counts: Mapping[str, object]) -> None:
     Raises:
       ConfigError: shows what was given.
     """
-    counted = ", ".join(f"{count!r} {job}" for job, count in counts.items())
+    text = ", ".join(f"{count!r} {job}" for job, count in counts.items())
     kinds = int | np.integer
     if not all(isinstance(n, kinds) and n >= 0 for n in counts.values()):
         raise ConfigError(
-            f"counts of tasks are whole numbers, not {counted}; write for example "
+            f"counts of tasks are whole numbers, not {text}; write for example "
             "jg.LocalCluster(ps=2, workers=2)"
         )
     if not any(counts.values()):
         raise ConfigError(
-            f"a cluster needs at least one task, and this has {counted}; write for "
+            f"a cluster needs at least one task, and this has {text}; write for "
             "example jg.LocalCluster(ps=2, workers=2)"
         )
     ClusterSpec({job: {0: "127.0.0.1:0"} for job in counts}, port_zero=True)
@@ -459,7 +459,7 @@ def hand_over_stdout() -> TextIO:
     The first line on a child's standard output is for its parent; whatever a library
     prints afterwards belongs into the log.
     """
-    handed = os.fdopen(os.dup(1), "w")
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.stdout = sys.stderr
-    return handed
+    return output

@@ -160,7 +160,7 @@ class _Arranging:
             several.append(self._tried(blocks, assignment))
             if len(several) >= _CANDIDATES and not min(t.excess for t in several):
                 break
-        best = min(several, key=lambda tried: tried.price, default=one)
+        best = min(several, key=lambda plan: plan.price, default=one)
         if best.price >= (one.excess, GAIN * one.predicted.seconds):
             best = one
         if best.excess:

@@ -246,8 +246,8 @@ class _Run:
         self.link_free[src, dst] = free
         heapq.heappush(self.arrivals, (free + link.latency_s, dst, 0, values))
 
-    def _arrive(self, task: TaskName, kind: int, found: Iterable[int]) -> None:
-        for number in found:
+    def _arrive(self, task: TaskName, kind: int, numbers: Iterable[int]) -> None:
+        for number in numbers:
             if kind == _STARTS:
                 self._count_down(number)
             else:

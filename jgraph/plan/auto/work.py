@@ -217,8 +217,8 @@ class _Call:
 def _counted(call: _Call, types: tuple[tuple[tuple[int, ...], Any], ...]) -> float:
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
     found: Any = jax.jit(call.run).lower(*structs).cost_analysis()
-    counted = float((found or {}).get("flops", 0.0))
-    return max(counted, flops_of(call.equation))
+    flops = float((found or {}).get("flops", 0.0))
+    return max(flops, flops_of(call.equation))
 
 
 def _vars(atoms: Iterable[Atom]) -> list[Var]:

@@ -117,18 +117,20 @@ def open_types(types: Sequence[Any], ids: Sequence[Var | None]) -> list[Any]:
     ]
 
 
-def _in(atom: Atom, found: Mapping[Var, Any]) -> bool:
-    return not isinstance(atom, Literal) and atom in found
+def _in(atom: Atom, counts: Mapping[Var, Any]) -> bool:
+    return not isinstance(atom, Literal) and atom in counts
 
 
-def _result(equation: Equation, cut: Sequence[int], found: Counts) -> Count | None:
+def _result(equation: Equation, cut: Sequence[int], counts: Counts) -> Count | None:
     """Returns the count of the results, None if they have not one."""
-    first = found[equation.invars[cut[0]]]
+    first = counts[equation.invars[cut[0]]]
     axis = result_axis(equation, cut[0], first.axis)
     if axis is None:
         return None
     axes = operand_axes(equation, axis) or ()
-    same = all(Count(axes[n] or 0, first.ids) == found[equation.invars[n]] for n in cut)
+    same = all(
+        Count(axes[n] or 0, first.ids) == counts[equation.invars[n]] for n in cut
+    )
     return (
         Count(axis, first.ids)
         if same and None not in map(axes.__getitem__, cut)
@@ -136,11 +138,11 @@ def _result(equation: Equation, cut: Sequence[int], found: Counts) -> Count | No
     )
 
 
-def _adds_zeros(equation: Equation, found: Counts, zeros: set[Var]) -> bool:
+def _adds_zeros(equation: Equation, counts: Counts, zeros: set[Var]) -> bool:
     (operand, *others) = equation.invars
     is_sum = equation.primitive.name == "reduce_sum" and not others
     return (
-        is_sum and operand in zeros and found[operand].axis in equation.params["axes"]
+        is_sum and operand in zeros and counts[operand].axis in equation.params["axes"]
     )
 
 

@@ -166,12 +166,12 @@ def _each(program: Program, change: Callable[[Partition], Partition]) -> Program
 
 def _contributing(partition: Partition, gate: str, driver: TaskName) -> Partition:
     written: dict[int, ValueId] = {}
-    kept: list[int] = []
+    indices: list[int] = []
     for index, node in enumerate(partition.nodes):
         if isinstance(node, WriteNode):
             written.update(zip(node.variables, node.values, strict=True))
         else:
-            kept.append(index)
+            indices.append(index)
     means = [v for v in written if _starts(partition.variables[v], MEAN)]
     if not written or (partition.task == driver and not means):
         return partition
@@ -186,8 +186,8 @@ def _contributing(partition: Partition, gate: str, driver: TaskName) -> Partitio
             f"{len(slots)} slots"
         )
     contribute = ContributeNode(tuple(written), tuple(written.values()), slots[0])
-    place = {old: new for new, old in enumerate(kept)}
-    nodes = [_moved(partition.nodes[old], place) for old in kept]
+    place = {old: new for new, old in enumerate(indices)}
+    nodes = [_moved(partition.nodes[old], place) for old in indices]
     variables = _as_given(partition, written)
     return replace(
         partition, variables=variables, nodes=(*nodes, contribute), gate=gate

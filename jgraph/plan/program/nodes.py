@@ -270,8 +270,8 @@ class AggregateNode:
     @property
     def all_variables(self) -> tuple[int, ...]:
         """Everything that it sets."""
-        kept = [v for mean in self.row_means for v in (mean.ids, *mean.rows)]
-        return (*self.variables, *kept)
+        rows = [v for mean in self.row_means for v in (mean.ids, *mean.rows)]
+        return (*self.variables, *rows)
 
 
 Node: TypeAlias = (

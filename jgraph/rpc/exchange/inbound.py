@@ -81,8 +81,8 @@ class Inbound:
         if incarnation != sender.incarnation:
             sender.retired.append(sender.incarnation)
             sender.incarnation, sender.received = incarnation, ReceivedFrames()
-        before, begun = sender.stream, (incarnation, line)
-        is_same = before and line and begun == (before.incarnation, before.line)
+        before, stream = sender.stream, (incarnation, line)
+        is_same = before and line and stream == (before.incarnation, before.line)
         replaced = before is not None and not is_same
         sender.stream = InboundStream(task, incarnation, sender.received, line)
         return sender.stream, replaced

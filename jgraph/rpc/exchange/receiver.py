@@ -80,13 +80,13 @@ class Receiver:
         check_protocol(self._hello, hello, hello.task[:80] or "the client")
         task = _task_name(hello)
         check_caller(task)
-        sender, counted = self._begin(task, hello), 0
+        sender, before = self._begin(task, hello), 0
         decoder = intake.decoder
         decoder.shared = self._memory_of(task, hello)
 
         def moved(nbytes: int) -> None:
-            nonlocal counted
-            shared, counted = decoder.shared_bytes - counted, decoder.shared_bytes
+            nonlocal before
+            shared, before = decoder.shared_bytes - before, decoder.shared_bytes
             self._counters.received(task, nbytes=nbytes, shared=shared)
 
         is_near = decoder.shared is not None

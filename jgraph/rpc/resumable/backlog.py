@@ -125,11 +125,11 @@ class Backlog(Generic[_Item]):
 
     def withdraw(self, step: Hashable) -> int:
         """Drops the frames of a step that have not begun to leave; returns how many."""
-        kept = deque(waiting for waiting in self._queue if waiting.step != step)
-        dropped = len(self._queue) - len(kept)
+        others = deque(waiting for waiting in self._queue if waiting.step != step)
+        dropped = len(self._queue) - len(others)
         if dropped:
-            self._queue = kept
-            self.queued_bytes = sum(waiting.nbytes for waiting in kept)
+            self._queue = others
+            self.queued_bytes = sum(waiting.nbytes for waiting in others)
         return dropped
 
     def clear(self) -> None:

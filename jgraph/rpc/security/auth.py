@@ -49,11 +49,11 @@ class TokenGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self, continuation: _Continue, details: grpc.HandlerCallDetails
     ) -> "grpc.RpcMethodHandler[Any, Any]":
         """Lets a stream pass, or not."""
-        shown = b""
+        token = b""
         for key, value in details.invocation_metadata or ():
             if key == METADATA_KEY:
-                shown = value if isinstance(value, bytes) else value.encode()
-        if hmac.compare_digest(shown, self._expected):
+                token = value if isinstance(value, bytes) else value.encode()
+        if hmac.compare_digest(token, self._expected):
             is_knock = details.method == _KNOCK
             return self._welcome if is_knock else await continuation(details)
         return self._refuse
@@ -125,10 +125,10 @@ def check_role(roles: Roles | None, method: str, names: Iterable[bytes] | None) 
     if names is None:
         return
     known = {CLIENT.encode(): "client", ANY_TASK.encode(): "task"}
-    shown = {known[name] for name in names if name in known}
-    if not shown & allowed:
+    caller_roles = {known[name] for name in names if name in known}
+    if not caller_roles & allowed:
         raise NotAllowedError(
-            f"role '{', '.join(sorted(shown)) or 'nobody'}' may not call "
+            f"role '{', '.join(sorted(caller_roles)) or 'nobody'}' may not call "
             f"'{method[:80]}', only {' and '.join(sorted(allowed))}",
             method=method[:80],
         )

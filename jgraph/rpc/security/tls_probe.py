@@ -75,8 +75,10 @@ async def _handshake(
             address=address,
             task=task,
         )
-    shown = streams[1].get_extra_info("peercert") or {}
-    names = [name for kind, name in shown.get("subjectAltName", ()) if kind == "DNS"]
+    certificate = streams[1].get_extra_info("peercert") or {}
+    names = [
+        name for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS"
+    ]
     if expected_at(task) not in names:
         streams[1].transport.abort()
         return wrong_role(address, task, names)

@@ -174,7 +174,7 @@ async def _shown(
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             await open_it(lambda: sock)
             if is_right(sock):
-                sock.write_now(ticket.shown)
+                sock.write_now(ticket.number)
                 ticket.seal(sock, accepts=False)
                 is_welcome = await welcomed
     finally:

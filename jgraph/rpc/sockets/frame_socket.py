@@ -174,8 +174,8 @@ class FrameSocket(asyncio.BufferedProtocol):
     @property
     def names(self) -> frozenset[str]:
         """The names in the certificate of the other end; none without TLS."""
-        shown: Any = None if self._tls is None else self._tls.getpeercert()
-        found = (shown or {}).get("subjectAltName", ())
+        certificate: Any = None if self._tls is None else self._tls.getpeercert()
+        found = (certificate or {}).get("subjectAltName", ())
         return frozenset(name for kind, name in found if kind == "DNS")
 
     @property

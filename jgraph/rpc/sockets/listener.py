@@ -86,12 +86,12 @@ class Ticket:
     """What a caller shows, and what it is answered; each is random.
 
     Attributes:
-      shown: by the caller.
+      number: shown by the caller.
       answer: to that.
       keys: of records to the accepting side, and back; None: nothing is sealed.
     """
 
-    shown: bytes
+    number: bytes
     answer: bytes
     keys: tuple[bytes, bytes] | None = None
 
@@ -121,7 +121,7 @@ class SocketListener:
       ...         guest.hand_to(lambda data: heard.set_result(bytes(data)))
       ...     ticket = listener.offer(Caller(), welcome)
       ...     offer = pb.LocalSocket(
-      ...         name=listener.name, ticket=ticket.shown, welcome=ticket.answer
+      ...         name=listener.name, ticket=ticket.number, welcome=ticket.answer
       ...     )
       ...     caller = await connect_local(offer, take=print)
       ...     caller.write_now(b"hello")
@@ -178,13 +178,13 @@ class SocketListener:
             secrets.token_bytes(TICKET_BYTES),
             (new_key(), new_key()) if self._seals else None,
         )
-        self._tickets[ticket.shown] = ticket, caller, welcome
+        self._tickets[ticket.number] = ticket, caller, welcome
         asyncio.get_running_loop().call_later(TICKET_S, self.withdraw, ticket)
         return ticket
 
     def withdraw(self, ticket: Ticket) -> None:
         """Makes an offer worthless; a connection that was made stays."""
-        self._tickets.pop(ticket.shown, None)
+        self._tickets.pop(ticket.number, None)
 
     def close(self) -> None:
         """Stops listening, and closes what showed no ticket; the rest stays open."""
@@ -216,13 +216,13 @@ class SocketListener:
         loop = asyncio.get_running_loop()
         limit_s = None if self._tls is None else HANDSHAKE_TIMEOUT_S
         ticket: asyncio.Future[None] = loop.create_future()
-        shown = bytearray()
+        ticket_bytes = bytearray()
 
         def look(data: memoryview) -> None:
-            shown.extend(data[: TICKET_BYTES + 1 - len(shown)])
-            if len(shown) >= TICKET_BYTES and not ticket.done():
+            ticket_bytes.extend(data[: TICKET_BYTES + 1 - len(ticket_bytes)])
+            if len(ticket_bytes) >= TICKET_BYTES and not ticket.done():
                 ticket.set_result(None)
-                self._welcome(guest, bytes(shown))
+                self._welcome(guest, bytes(ticket_bytes))
 
         guest, is_connected = FrameSocket(look), False
         try:
@@ -245,8 +245,8 @@ class SocketListener:
             if not ticket.done():
                 self._refuse(guest)
 
-    def _welcome(self, guest: FrameSocket, shown: bytes) -> None:
-        ticket, caller, welcome = self._tickets.pop(shown, (None, None, None))
+    def _welcome(self, guest: FrameSocket, number: bytes) -> None:
+        ticket, caller, welcome = self._tickets.pop(number, (None, None, None))
         if ticket is None or caller is None or welcome is None:
             self._refuse(guest)
             return

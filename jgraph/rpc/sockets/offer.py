@@ -86,12 +86,12 @@ class SocketOffer:
         if doors.local is not None and is_near:
             ticket = self._offer(doors.local)
             hello.local_socket.name = doors.local.name
-            hello.local_socket.ticket = ticket.shown
+            hello.local_socket.ticket = ticket.number
             hello.local_socket.welcome = ticket.answer
         if doors.data is not None:
             ticket = self._offer(doors.data)
             hello.data_socket.port = doors.data.port
-            hello.data_socket.ticket = ticket.shown
+            hello.data_socket.ticket = ticket.number
             hello.data_socket.welcome = ticket.answer
             if ticket.keys is not None:
                 to_accepting, to_dialing = ticket.keys

@@ -155,7 +155,7 @@ class Manifest:
         return cls(leaves=leaves, **body)
 
     def compare(
-        self, names: Iterable[str], found: Mapping[str, Leaf], where: Path
+        self, names: Iterable[str], leaves: Mapping[str, Leaf], where: Path
     ) -> None:
         """Compares what was found of some leaves with what was written.
 
@@ -164,8 +164,8 @@ class Manifest:
         """
         wrong = sorted(
             name
-            for name in {*names, *found}
-            if self.leaves.get(name) != found.get(name)
+            for name in {*names, *leaves}
+            if self.leaves.get(name) != leaves.get(name)
         )
         if wrong:
             raise damaged(where, f"leaf '{wrong[0]}' is not what was written", wrong)

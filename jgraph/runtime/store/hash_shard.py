@@ -225,20 +225,20 @@ class HashShard:
         age = state["age"]
         self.version = self._swept = 1 + int(age.max(initial=0))
         used = self.version - age
-        kept = np.arange(count)
+        survivors = np.arange(count)
         if count > self.capacity:
             policy: Eviction = "lfu" if len(self._uses) else "lru"
-            gone = victims(
+            evicted = victims(
                 used, state["uses"], self.version + 1, count - self.capacity, policy
             )
-            kept = np.delete(kept, gone)
-            self.counts.evicted += len(gone)
-        rows = self._index.insert(state["keys"][kept])
-        self._used[rows] = used[kept]
+            survivors = np.delete(survivors, evicted)
+            self.counts.evicted += len(evicted)
+        rows = self._index.insert(state["keys"][survivors])
+        self._used[rows] = used[survivors]
         if len(self._uses):
-            self._uses[rows] = state["uses"][kept]
+            self._uses[rows] = state["uses"][survivors]
         for column, values in zip(self.spec.columns, self._columns, strict=True):
-            values[rows] = state[column.name][kept]
+            values[rows] = state[column.name][survivors]
 
     def _rows_of(self, keys: Keys) -> Rows:
         # A lookup and an update ask for the same keys several times.
@@ -284,9 +284,9 @@ class HashShard:
         # Choosing looks at every row: some more go at a time, so that it is rare.
         wanted = max(missing, self.capacity // 32)
         used = self._used[: self._index.high]
-        gone = victims(used, self._uses, self.version, wanted, self.spec.eviction)
-        self.counts.evicted += len(gone)
-        self._give_up(gone)
+        evicted = victims(used, self._uses, self.version, wanted, self.spec.eviction)
+        self.counts.evicted += len(evicted)
+        self._give_up(evicted)
 
     def _expire(self) -> None:
         """Gives up rows over their time to live; looks four times in that time."""
@@ -295,9 +295,9 @@ class HashShard:
             return
         self._swept = self.version
         used = self._used[: self._index.high]
-        gone = np.flatnonzero((used > _NO_ROW) & (used < self.version - ttl))
-        self.counts.expired += len(gone)
-        self._give_up(gone.astype(np.int32))
+        expired = np.flatnonzero((used > _NO_ROW) & (used < self.version - ttl))
+        self.counts.expired += len(expired)
+        self._give_up(expired.astype(np.int32))
 
     def _give_up(self, rows: Rows) -> None:
         self._last_lookup = None

@@ -322,11 +322,11 @@ class VariableStore:
         chosen = set(containers)
         with self._lock:
             self._groups.clear()
-            gone = [k for k in self._entries if not chosen or k[0] in chosen]
-            for key in gone:
+            keys = [k for k in self._entries if not chosen or k[0] in chosen]
+            for key in keys:
                 del self._entries[key]
             forgotten = self._tables.drop(chosen)
-        return len(gone) + forgotten
+        return len(keys) + forgotten
 
     def move(self, source: str, target: str) -> None:
         """Makes all variables of a container those of another, in place of its own."""
@@ -634,7 +634,7 @@ class HashTables:
 
     def drop(self, containers: Collection[str]) -> int:
         """Forgets the tables of these containers (none named: all)."""
-        gone = [key for key in self._shards if not containers or key[0] in containers]
-        for key in gone:
+        keys = [key for key in self._shards if not containers or key[0] in containers]
+        for key in keys:
             del self._shards[key]
-        return len(gone)
+        return len(keys)

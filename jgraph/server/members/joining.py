@@ -80,14 +80,14 @@ def join_cluster(
     asking = _knock(address, job, incarnation, indices, token, files, task, timeout_s)
     reply: pb.JoinReply = event_loop.run(asking)
     failpoint("member.invited")
-    given = TaskName(reply.task)
-    index = int(given.rpartition(":")[2])
+    name = TaskName(reply.task)
+    index = int(name.rpartition(":")[2])
     here = f"{host or _host_towards(address)}:{port}"
     server = Server(
         ClusterSpec({job: {index: here}}, port_zero=True),
         job,
         index,
-        tls=as_tls(tls, given),
+        tls=as_tls(tls, name),
         token_file=token_file,
         incarnation=incarnation,
         **options,
@@ -122,7 +122,7 @@ async def _knock(
             reply = await transport.ask(
                 address, "Master.Join", request, timeout_s=_ASK_S
             )
-            told: pb.JoinReply = body_of(reply)
+            welcome: pb.JoinReply = body_of(reply)
         except (
             AddressError,  # of a host whose name is not known yet
             ClusterUnreachableError,
@@ -133,7 +133,7 @@ async def _knock(
             if not waits or clock.now() + _AGAIN_S >= deadline:
                 raise
         else:
-            return told
+            return welcome
         finally:
             await transport.close()
         await asyncio.sleep(_AGAIN_S)

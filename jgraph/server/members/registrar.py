@@ -131,11 +131,11 @@ class Registrar:
         member = context.arrangement.members.get(context.task)
         if member is None or not (member.incarnation or member.leaves):
             return
-        told = pb.LeaveRequest(
+        request = pb.LeaveRequest(
             task=context.task, incarnation=member.incarnation, ended=ended
         )
         with suppress(JGError):  # who looks after it finds out
-            async for _ in self._leave(frame(leave_request=told)):
+            async for _ in self._leave(frame(leave_request=request)):
                 continue
 
     # ------------------------------------------------------------ calls
@@ -170,10 +170,10 @@ class Registrar:
         else:
             await self._find_gone(body.job)
             event = Knocked(body.job, body.incarnation, tuple(body.indices) or None)
-        given = self._handle(event)
+        name = self._handle(event)
         yield frame(
             join_reply=pb.JoinReply(
-                task=given or body.task, members=self._mine(), lease_s=self._lease_s
+                task=name or body.task, members=self._mine(), lease_s=self._lease_s
             )
         )
 
@@ -272,30 +272,30 @@ class Registrar:
           JGError: what was asked is refused.
         """
         assert self._machine is not None
-        given: TaskName | None = None
+        name: TaskName | None = None
         for instruction in self._machine.handle(event, self._context.clock.now()):
             match instruction:
                 case Give(task):
-                    given = task
+                    name = task
                 case Refuse(error):
                     raise error
                 case Publish():
                     self._publish(instruction)
-        return given
+        return name
 
-    def _publish(self, told: Publish) -> None:
+    def _publish(self, news: Publish) -> None:
         before = self._context.arrangement.members
-        self._context.arrange(told.arrangement)
+        self._context.arrange(news.arrangement)
         self._watch_all()
-        if told.task is None:
+        if news.task is None:
             return
-        members = {**before, **told.arrangement.members}
-        address = members[told.task].address
-        text = _TEXTS[told.kind].format(task=told.task, address=address)
-        is_loss = told.kind == "lost"
+        members = {**before, **news.arrangement.members}
+        address = members[news.task].address
+        text = _TEXTS[news.kind].format(task=news.task, address=address)
+        is_loss = news.kind == "lost"
         self._events.note(
-            "left" if told.kind == "leaves" else told.kind,
-            f"{text} (arrangement {told.arrangement.number})",
+            "left" if news.kind == "leaves" else news.kind,
+            f"{text} (arrangement {news.arrangement.number})",
             level=logging.WARNING if is_loss else logging.INFO,
         )
 
@@ -359,12 +359,12 @@ class Registrar:
                 return False
             self._handle(Gone(task, member.incarnation))
             return None
-        told: pb.Members = body_of(reply)
-        if told.task != task or member.incarnation not in {0, told.incarnation}:
+        members: pb.Members = body_of(reply)
+        if members.task != task or member.incarnation not in {0, members.incarnation}:
             self._handle(Gone(task, member.incarnation))
             return None
         self._handle(Answered(task, member.incarnation))
-        self._context.arrange(arrangement_in(told))
+        self._context.arrange(arrangement_in(members))
         return True
 
 

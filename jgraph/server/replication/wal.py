@@ -54,7 +54,7 @@ class LogWriter:
         self._number = 0
         self._base = self._grown = 0
         self._file: BinaryIO | None = None
-        self._begun = False
+        self._is_begun = False
 
     @property
     def is_long(self) -> bool:
@@ -72,7 +72,7 @@ class LogWriter:
         self._number += 1
         self._file = open(self._path(".part"), "wb", buffering=0)  # noqa: SIM115
         self._base = self._grown = 0
-        self._begun = True
+        self._is_begun = True
 
     def write(self, record: Frame) -> None:
         """Appends a record."""
@@ -92,14 +92,14 @@ class LogWriter:
         if self._file is None:
             return
         os.fdatasync(self._file.fileno())
-        if self._begun:
+        if self._is_begun:
             failpoint("log.begun")
             self._path(".part").rename(self._path(".log"))
             failpoint("log.replaced")
             _sync_directory(self._directory)
             for path in _files(self._directory, self._stream)[:-1]:
                 path.unlink(missing_ok=True)
-            self._base, self._grown, self._begun = self._grown, 0, False
+            self._base, self._grown, self._is_begun = self._grown, 0, False
 
     def close(self) -> None:
         """Closes the file; it stays."""

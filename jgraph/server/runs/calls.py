@@ -147,14 +147,14 @@ class Runs:
     async def _choose(self, supervisor: RunSupervisor) -> None:
         ready = await ready_tasks(self._peers)
         before = self._appointed.get(supervisor.name, {})
-        kept = {
+        incumbents = {
             task: process
             for task, process in before.items()
             if await self._may_be_there(task, process, ready)
         }
-        chosen = standbys_of(ready, self._peers.task, kept)
+        chosen = standbys_of(ready, self._peers.task, incumbents)
         self._appointed[supervisor.name] = {
-            task: kept.get(task) or ready[task] for task in chosen
+            task: incumbents.get(task) or ready[task] for task in chosen
         }
         await self._invite(supervisor)
 
@@ -278,8 +278,8 @@ class Runs:
     async def _journal(self, request: Frame) -> AsyncIterator[Frame]:
         query = body_of(request)
         known = self._known(query.run) or self._get(query.run)
-        async for made in known.record.journal(query.after, query.until):
-            yield made
+        async for entry in known.record.journal(query.after, query.until):
+            yield entry
 
     def _known(self, run: str) -> RunSupervisor | None:
         """Returns who knows a run here, as its master or as a standby that has read."""
@@ -354,9 +354,9 @@ class Runs:
                 yield report
 
     async def _answer(self, request: Frame) -> AsyncIterator[Frame]:
-        told = body_of(request)
-        client = self._get(told.run).client
-        answer = pb.RunAnswer() if client is None else await client.answer(told)
+        body = body_of(request)
+        client = self._get(body.run).client
+        answer = pb.RunAnswer() if client is None else await client.answer(body)
         yield frame(run_answer=answer)
 
     async def _stop(self, request: Frame) -> AsyncIterator[Frame]:

@@ -114,32 +114,32 @@ class RunCopies:
           JGError: a ps does not answer.
         """
         streams = {TaskName(one.task): one for one in self.order.copies.streams}
-        counted = self._counted() & streams.keys()
-        gone = set(lost) & streams.keys()
-        for task in gone - counted:
+        counting = self._counted() & streams.keys()
+        losses = set(lost) & streams.keys()
+        for task in losses - counting:
             await self._kept(streams[task])
         held = {
-            task: range(0) if task in gone else await self._hold(streams[task])
-            for task in sorted(counted)
+            task: range(0) if task in losses else await self._hold(streams[task])
+            for task in sorted(counting)
         }
-        kept: dict[TaskName, range] = {}
-        while isinstance(met := meet(held, kept), Ask):
-            kept |= {task: await self._kept(streams[task]) for task in met.tasks}
+        copies: dict[TaskName, range] = {}
+        while isinstance(met := meet(held, copies), Ask):
+            copies |= {task: await self._kept(streams[task]) for task in met.tasks}
         if isinstance(met, Differ):
             each = [f"{t} has {list(v)}" for t, v in sorted(met.versions.items())]
             raise CopyLostError(
                 "what the ps hold, and what is kept of it, is of different synchronous "
                 f"updates: {', '.join(each)}"
             )
-        for task in counted:
+        for task in counting:
             if task in met.again:
                 await self._end(streams[task], met.version)
             else:
                 await self._hold(streams[task], met.version)
-        for task in met.again | (gone - counted):
+        for task in met.again | (losses - counting):
             await self._take_place(streams[task])
             _LOG.info("%s has what was kept of its process before", task)
-        return self.began + met.version if counted else None
+        return self.began + met.version if counting else None
 
     def _counted(self) -> set[TaskName]:
         """Returns the ps whose synchronous updates are counted: who makes some."""

@@ -54,7 +54,7 @@ class Journal:
         self._steps = 0
         self._state = "running"
         self._is_left = False
-        self._kept: deque[Frame] = deque()
+        self._entries: deque[Frame] = deque()
         self._first = self._nbytes = 0
         self._helpers: set[str] = set()  # contribute; another loop tells of the steps
         # Came too late: of all loops of a replica, and of its last one.
@@ -75,7 +75,7 @@ class Journal:
     @property
     def frames(self) -> int:
         """How many its journal has had."""
-        return self._first + len(self._kept)
+        return self._first + len(self._entries)
 
     @property
     def seconds(self) -> float:
@@ -102,9 +102,9 @@ class Journal:
         """Done as soon as something happens after this."""
         return asyncio.shield(self._news)
 
-    def note(self, made: Frame) -> None:
+    def note(self, entry: Frame) -> None:
         """Keeps a frame that made the run what it is; nobody who watches sees it."""
-        self._append(made)
+        self._append(entry)
 
     def begins(self, order: pb.RunLoop, began_s: float | None = None) -> None:
         """Takes note of a loop of it, and tells of it.
@@ -119,9 +119,9 @@ class Journal:
             self._helpers.add(order.loop)
         self.data_run, self.term = order.data_run, max(self.term, order.term)
         self._dropped[order.replica] += self._late.pop(order.replica, Counter())
-        begun = frame(run_loop=order)
-        body_of(begun).began_s = self.seconds if began_s is None else began_s
-        self._append(begun)
+        entry = frame(run_loop=order)
+        body_of(entry).began_s = self.seconds if began_s is None else began_s
+        self._append(entry)
 
     def keep(self, order: pb.RunLoop, report: Frame, began_s: float) -> None:
         """Keeps what a loop tells.
@@ -209,12 +209,12 @@ class Journal:
         self.error = from_status(row.error) if row.HasField("error") else None
         self._append(frame(run_table=pb.RunTable(runs=[row])))
 
-    def _append(self, kept: Frame) -> None:
-        self._kept.append(kept)
-        self._nbytes += _nbytes(kept)
-        while self._nbytes > _MOST_BYTES and len(self._kept) > 1:
+    def _append(self, entry: Frame) -> None:
+        self._entries.append(entry)
+        self._nbytes += _nbytes(entry)
+        while self._nbytes > _MOST_BYTES and len(self._entries) > 1:
             self._first += 1
-            self._nbytes -= _nbytes(self._kept.popleft())
+            self._nbytes -= _nbytes(self._entries.popleft())
         self._tell()
 
     def _tell(self) -> None:
@@ -233,14 +233,14 @@ class Journal:
           TaskLeavingError: this task is told to end, and the run goes on elsewhere.
           JGError: the run failed.
         """
-        async for _, kept in self._each(0):
-            match kind_of(kept):
+        async for _, entry in self._each(0):
+            match kind_of(entry):
                 case "loop_report":
-                    body = body_of(kept)
+                    body = body_of(entry)
                     if not body.HasField("question") or asks(body.question.number):
-                        yield kept
+                        yield entry
                 case "run_loop":
-                    yield frame(loop_report=_begun(body_of(kept)), tensors=_NOTHING)
+                    yield frame(loop_report=_begun(body_of(entry)), tensors=_NOTHING)
         if self.error is not None:
             raise self.error
         if not self.is_over:
@@ -261,14 +261,14 @@ class Journal:
                 f"the journal of run '{self._order.run}' on {self._task} has "
                 f"{self.frames} entries and none after number {after}"
             )
-        async for at, kept in self._each(after):
+        async for at, entry in self._each(after):
             if at > after:
                 raise ConfigError(
                     f"{self._task} does not keep all of run '{self._order.run}' any "
                     "more: it is too long to have another master"
                 )
             after += 1
-            yield kept
+            yield entry
             if after == until:
                 return
 
@@ -283,7 +283,7 @@ class Journal:
             news, ends = self.news, self.is_over or self._is_left
             at = max(at, self._first)
             while at < self.frames:
-                yield at, self._kept[at - self._first]
+                yield at, self._entries[at - self._first]
                 at = max(at + 1, self._first)
             if ends:
                 return
@@ -301,8 +301,8 @@ def _begun(order: pb.RunLoop) -> pb.LoopReport:
     )
 
 
-def _nbytes(kept: Frame) -> int:
-    return sum(tensor.nbytes for tensor in kept.tensors)
+def _nbytes(entry: Frame) -> int:
+    return sum(tensor.nbytes for tensor in entry.tensors)
 
 
 def note_report(order: pb.RunLoop, report: Frame) -> None:

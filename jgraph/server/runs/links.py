@@ -76,7 +76,7 @@ async def final_report_of(
     task = TaskName(order.task)
     if not await wait_reconnected(task, error, peers, known, clock):
         raise error
-    told = pb.StopLoop(
+    stop = pb.StopLoop(
         loop=order.loop,
         task=task,
         account=True,
@@ -86,7 +86,7 @@ async def final_report_of(
         term=order.term,
     )
     limit_s = CONTROL_S + bounded_s(order.step_timeout_s)
-    request = frame(stop_loop=told)
+    request = frame(stop_loop=stop)
     account = await peers.call(task, "StopLoop", request, timeout_s=limit_s)
     if body_of(account).state == "failed":
         raise error

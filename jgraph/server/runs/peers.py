@@ -113,9 +113,9 @@ async def check_master(
     Raises:
       FencedError: one of them has heard of a later one.
     """
-    told = frame(stop_loop=pb.StopLoop(run=run, term=term, takes_over=takes_over))
+    request = frame(stop_loop=pb.StopLoop(run=run, term=term, takes_over=takes_over))
     tasks = list(peers.tasks())
-    calls = [peers.call(task, "StopLoop", told) for task in tasks]
+    calls = [peers.call(task, "StopLoop", request) for task in tasks]
     loops: dict[str, TaskName] = {}
     replies = await asyncio.gather(*calls, return_exceptions=True)
     for task, reply in zip(tasks, replies, strict=True):

@@ -132,8 +132,8 @@ class Rollback:
         step, began, before = self._step, self.clock.now(), dict(known)
         self._copies_lost, self._saved = False, saved
         newest = step if self._loses_nothing else await self._newest()
-        told = isinstance(error, TaskLeavingError)
-        decision = self._recoveries.lost(newest, told=told)
+        is_drain = isinstance(error, TaskLeavingError)
+        decision = self._recoveries.lost(newest, is_drain=is_drain)
         if isinstance(decision, GiveUp):
             raise self._hopeless(error, decision.why, newest)
         lost = await self._lost(error, known)
@@ -141,9 +141,9 @@ class Rollback:
         if self._loses_nothing:
             then = "goes on with the copies of what was there"
         # What to do about it is what the run does.
-        why = "" if told else f": {error.message.partition(';')[0]}"
-        level = logging.INFO if told else logging.WARNING
-        how = "told to end" if told else "lost"
+        why = "" if is_drain else f": {error.message.partition(';')[0]}"
+        level = logging.INFO if is_drain else logging.WARNING
+        how = "told to end" if is_drain else "lost"
         what = (
             f"{_were(lost)} {how} at step {step}{why}. The run waits up to "
             f"{self._wait_s():g} s until all ps answer, and then {then}"
@@ -164,7 +164,7 @@ class Rollback:
         changed = [task for task in self.ps.tasks if known[task] != before.get(task)]
         lost = tuple(changed) or lost
         took_s = self.clock.now() - began
-        recovery = Recovery(lost, step, back_to, took_s, told)
+        recovery = Recovery(lost, step, back_to, took_s, is_drain)
         _LOG.log(level, "%s", recovery)
         return RolledBack(recovery, checkpoint, now, left_out)
 
@@ -279,15 +279,15 @@ class Rollback:
             return int(self._saved.path.name), None
         if self._from_copies:
             try:
-                counted = await self.copies.restore(new)
+                version = await self.copies.restore(new)
             except CopyLostError as lost:
                 self._copies_lost = True
                 if (newest := await self._newest()) is None:
                     raise self._hopeless(lost, "", None) from error
-                told = "%s; the run goes back to step %d in %s"
-                _LOG.warning(told, lost.message, newest, self._directory)
+                text = "%s; the run goes back to step %d in %s"
+                _LOG.warning(text, lost.message, newest, self._directory)
             else:
-                return (step if counted is None else counted), None
+                return (step if version is None else version), None
         source = self.sources()
         if source is None:
             raise self._hopeless(error, "", None)

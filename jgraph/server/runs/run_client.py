@@ -37,12 +37,12 @@ class RunClient:
     Args:
       order: what it said of the run.
       record: has the questions.
-      gone: called when the client is gone for longer than its lease.
+      ends: called when the client is gone for longer than its lease.
     """
 
     order: pb.OpenRun
     record: Journal
-    gone: Callable[[], None]
+    ends: Callable[[], None]
     _watching: int = field(init=False, default=0)
     _timer: asyncio.TimerHandle | None = field(init=False, default=None)
     _asked: dict[int, _Asked] = field(init=False, default_factory=dict)
@@ -132,26 +132,26 @@ class RunClient:
             )
         )
         try:
-            told: pb.RunAnswer = await answer
+            reply: pb.RunAnswer = await answer
         finally:
             self._asked.pop(number, None)
-        if told.HasField("error"):
-            raise from_status(told.error)
-        return told
+        if reply.HasField("error"):
+            raise from_status(reply.error)
+        return reply
 
-    async def answer(self, told: pb.RunAnswer) -> pb.RunAnswer:
+    async def answer(self, body: pb.RunAnswer) -> pb.RunAnswer:
         """Takes an answer of the client; returns what there is to say to it."""
-        asked = self._asked.pop(told.number, None)
+        asked = self._asked.pop(body.number, None)
         if asked is None:
-            return pb.RunAnswer(run=told.run, number=told.number)
+            return pb.RunAnswer(run=body.run, number=body.number)
         stood = False
         try:
             if asked.act is not None:
                 stood = await asked.act()
         finally:
             if not asked.answer.done():
-                asked.answer.set_result(told)
-        return pb.RunAnswer(run=told.run, number=told.number, stood=stood)
+                asked.answer.set_result(body)
+        return pb.RunAnswer(run=body.run, number=body.number, stood=stood)
 
     def _leave(self) -> None:
         if self._watching or self._is_gone:
@@ -161,7 +161,7 @@ class RunClient:
         for one in asked.values():
             if not one.answer.done():
                 one.answer.set_exception(_gone(self.order))
-        self.gone()
+        self.ends()
 
 
 @final
@@ -177,16 +177,16 @@ class Restarters:
     def __init__(self, client: RunClient | None) -> None:
         self._client = client
         self._asked: asyncio.Task[JGError | None] | None = None
-        self._told = False
+        self._is_asked = False
 
     @property
     def is_asked(self) -> bool:
         """Whether the question was asked, or there is nobody to ask and it was told."""
-        return self._told
+        return self._is_asked
 
     def learned(self, tasks: Collection[str], what: str = "") -> JGError | None:
         """Returns why nobody comes, if that is known; asks once, and does not wait."""
-        self._told = True
+        self._is_asked = True
         if self._client is not None and self._asked is None:
             self._asked = asyncio.ensure_future(self._ask(self._client, tasks, what))
         done = self._asked is not None and self._asked.done()
@@ -194,7 +194,7 @@ class Restarters:
 
     def close(self) -> None:
         """Waits for no answer: somebody came."""
-        self._told = False
+        self._is_asked = False
         if self._asked is not None:
             self._asked.cancel()
             self._asked = None

@@ -236,14 +236,14 @@ class Standby:
         """Is the master from now on, unless a task has heard of a later one."""
         world = self._peers, self._order.run, term
         try:
-            begun = await check_master(*world, takes_over=True)
+            loops = await check_master(*world, takes_over=True)
         except FencedError as fenced:  # one that may be lost already
             election.refused(int(fenced.details.get("term", term)))
             await asyncio.sleep(_POLL_S)
             return
         await self._read_longer(election)
         if not self.is_over:
-            await self._take_over(lost, term, begun)
+            await self._take_over(lost, term, loops)
             self.is_over = True  # for who only follows
 
     def _is_forced(self, lost: JGError) -> bool:
@@ -452,14 +452,14 @@ class Standby:
     # ------------------------------------------------------------ the succession
 
     async def _take_over(
-        self, error: JGError, term: int, begun: Mapping[str, TaskName]
+        self, error: JGError, term: int, holders: Mapping[str, TaskName]
     ) -> None:
         """Goes on with the run.
 
         Args:
           error: how the master was lost.
           term: of this one; all tasks that answer refuse earlier ones.
-          begun: the newest loops of the run, and where they are.
+          holders: the newest loops of the run, and where they are.
         """
         run, record, loops = self._order.run, self.supervisor.record, self._newest()
         has_read = self._has_read.is_set()
@@ -477,7 +477,7 @@ class Standby:
         self._order.term = term
         await self._begins(self._order, self.supervisor)
         try:
-            self._check_read(begun)
+            self._check_read(holders)
             await check_master(self._peers, run, term)  # perhaps another one was since
             await self._go_on(loops, term, error)
         except FencedError as fenced:  # it goes on elsewhere
@@ -486,9 +486,11 @@ class Standby:
             record.term = term
             self.supervisor.fail(as_error(failed, here))
 
-    def _check_read(self, begun: Mapping[str, TaskName]) -> None:
+    def _check_read(self, holders: Mapping[str, TaskName]) -> None:
         """Raises ``CopyLostError`` where it is known that the journal goes on."""
-        unknown = sorted(begun[loop] for loop in begun.keys() - self._began_s.keys())
+        unknown = sorted(
+            holders[loop] for loop in holders.keys() - self._began_s.keys()
+        )
         if self._has_read.is_set() and not unknown:
             return
         why = f"{self._frames} of {self._needed} entries"
@@ -526,7 +528,7 @@ class Standby:
         task, limit_s = TaskName(order.task), bounded_s(order.step_timeout_s)
         if task == self.master and not isinstance(why, TaskLeavingError):
             limit_s = _LOST_REPLY_S
-        told = pb.StopLoop(
+        stop = pb.StopLoop(
             loop=order.loop,
             task=task,
             account=True,
@@ -538,8 +540,8 @@ class Standby:
         )
         try:
             report = await self._peers.call(
-                *(task, "StopLoop", frame(stop_loop=told)),
-                timeout_s=told.timeout_s + 2 * CONTROL_S,
+                *(task, "StopLoop", frame(stop_loop=stop)),
+                timeout_s=stop.timeout_s + 2 * CONTROL_S,
             )
         except JGError as error:
             if order is self._arbiter and error.details.get("loop") == order.loop:
@@ -561,20 +563,20 @@ class Standby:
         if self._data is None or self._book is None:
             return
         updates = await version_if_known(self._peers, self._order)
-        left = pb.OpenDataRun()
-        left.CopyFrom(self._data)
-        left.run = f"{self._order.run}~{term}"
-        left.budget = self._book.remaining
-        left.position = json.dumps(self._book.position(updates))
-        self._peers.dealers.open(left)
-        self.supervisor.record.note(frame(open_data_run=left))
-        self.supervisor.data = left
+        rest = pb.OpenDataRun()
+        rest.CopyFrom(self._data)
+        rest.run = f"{self._order.run}~{term}"
+        rest.budget = self._book.remaining
+        rest.position = json.dumps(self._book.position(updates))
+        self._peers.dealers.open(rest)
+        self.supervisor.record.note(frame(open_data_run=rest))
+        self.supervisor.data = rest
         self.supervisor.record.data_run, self.supervisor.record.position = (
-            left.run,
+            rest.run,
             None,
         )
         for order in self._orders.values():
-            order.data_run = left.run
+            order.data_run = rest.run
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T | None:

@@ -120,8 +120,8 @@ class RunSupervisor:
         self._under_way: dict[str, pb.RunLoop] = {}
         self._losses = RunLosses(order, peers)
         self._number = 0
-        told = lambda: self._handle(RestartAsked())
-        self._holds = PsHolds(peers, self._ps, self.record, told)
+        restart = lambda: self._handle(RestartAsked())
+        self._holds = PsHolds(peers, self._ps, self.record, restart)
         self.client: RunClient | None = None
         if order.HasField("client"):
             self.client = RunClient(order, self.record, self._client_gone)
@@ -235,8 +235,8 @@ class RunSupervisor:
     @property
     def _is_held(self) -> bool:
         """Whether a ps that is told to end waits for the run."""
-        kept = self.saving.source() is not None or self.copies.is_kept
-        return kept or self.client is not None
+        has_state = self.saving.source() is not None or self.copies.is_kept
+        return has_state or self.client is not None
 
     def position(self) -> dict[str, Any]:
         """Returns where in its data the run is.
@@ -422,12 +422,12 @@ class RunSupervisor:
         lost = isinstance(event, LoopLost)
         return await self._leave_out(order, error) if lost else event
 
-    def _tell(self, order: pb.RunLoop, told: pb.StopLoop) -> None:
-        told.loop, told.task = order.loop, order.task
-        told.run, told.term = order.run, order.term
-        self._do(self._tell_loop(told))
+    def _tell(self, order: pb.RunLoop, message: pb.StopLoop) -> None:
+        message.loop, message.task = order.loop, order.task
+        message.run, message.term = order.run, order.term
+        self._do(self._tell_loop(message))
 
-    async def _ask(self, loop: str, told: pb.StopLoop) -> int | None:
+    async def _ask(self, loop: str, message: pb.StopLoop) -> int | None:
         """Tells a loop something once; returns the halt that it has ended, if any.
 
         None: it was not told.
@@ -435,26 +435,26 @@ class RunSupervisor:
         order = self._under_way.get(loop)
         if order is None:
             return 0
-        told.loop, told.task = order.loop, order.task
-        told.run, told.term = order.run, order.term
+        message.loop, message.task = order.loop, order.task
+        message.run, message.term = order.run, order.term
         try:
-            request = frame(stop_loop=told)
-            reply = await self._peers.call(TaskName(told.task), "StopLoop", request)
+            request = frame(stop_loop=message)
+            reply = await self._peers.call(TaskName(message.task), "StopLoop", request)
         except JGError as error:
-            _LOG.info("loop %s is not reached: %s", told.loop, error.message)
+            _LOG.info("loop %s is not reached: %s", message.loop, error.message)
             return None
-        return int(body_of(reply).halted) if told.go_on else 0
+        return int(body_of(reply).halted) if message.go_on else 0
 
-    async def _tell_loop(self, told: pb.StopLoop) -> None:
+    async def _tell_loop(self, message: pb.StopLoop) -> None:
         """Tells a loop something, unless it ends before it can be told."""
-        request = frame(stop_loop=told)
-        while told.loop in self._under_way:
+        request = frame(stop_loop=message)
+        while message.loop in self._under_way:
             try:
-                await self._peers.call(TaskName(told.task), "StopLoop", request)
+                await self._peers.call(TaskName(message.task), "StopLoop", request)
             except FencedError:
                 return  # another master looks after it
             except JGError as error:
-                _LOG.info("loop %s is not reached yet: %s", told.loop, error.message)
+                _LOG.info("loop %s is not reached yet: %s", message.loop, error.message)
                 await asyncio.sleep(_POLL_S)
             else:
                 return
@@ -466,7 +466,7 @@ class RunSupervisor:
             return
         for instruction in self._supervisor.handle(event, self._clock.now()):
             self._perform(instruction)
-        for replica in set(self._supervisor.left) & self._orders.keys():
+        for replica in set(self._supervisor.former) & self._orders.keys():
             self._joiners.left(self._orders.pop(replica))
         self._seek()
 
@@ -562,12 +562,12 @@ class RunSupervisor:
     async def _restart_ps(self) -> None:
         """Lets the ps end that were told to, once what they hold is kept elsewhere."""
         await self.saving.begin_for_client()
-        saved, told = None, told_to_end(*self._holds.leaving)
+        saved, drain = None, told_to_end(*self._holds.leaving)
         source = self.saving.source()
         if source is None and not self.copies.is_kept:
             why = "and the run has nothing to go on from; give fit(checkpoint=…)"
             self._handle(
-                Failed(TaskLeavingError(f"{told.message}, {why}", **told.details))
+                Failed(TaskLeavingError(f"{drain.message}, {why}", **drain.details))
             )
             return
         if source is not None and (self.client is not None or not self.copies.is_kept):
@@ -577,7 +577,7 @@ class RunSupervisor:
             with suppress(JGError):  # it is gone, and holds nothing
                 await self.client.ask("rest", tasks=self._holds.leaving)
         self._holds.release()
-        await self._go_back(told, saved)
+        await self._go_back(drain, saved)
 
     async def _finish(self) -> None:
         """Lets the client, if there is one, do what it needs the ps for."""
@@ -658,27 +658,27 @@ class RunSupervisor:
         info, recovery = json.loads(self._order.info), back.recovery
         step = recovery.back_to
         self.restores += 1
-        told = pb.RunRestored(
+        restoration = pb.RunRestored(
             number=self.restores,
             lost=recovery.lost,
             step=recovery.step,
             back_to=step,
             version=back.version,
             seconds=recovery.seconds,
-            told=recovery.told,
+            told=recovery.is_drain,
         )
-        place, left = self._place(back), max(0, info["steps"] - step)
+        place, remaining = self._place(back), max(0, info["steps"] - step)
         if self._arbiter is not None:
-            self._arbiter.steps = left
+            self._arbiter.steps = remaining
             self._arbiter.sync.version = step
             self._arbiter.sync.data_position = json.dumps(place)
         elif self.data is not None:
             if back.saved is None or back.saved.position is not None:
                 # Not by updates: a batch that is done again leaves out no other.
-                left = max(0, _end_of(self.data) - place["done"])
-            self._deal_again(left, place)
-            told.data.CopyFrom(self.data)
-        self.record.go_back(told, step - info["first_step"], json.dumps(place))
+                remaining = max(0, _end_of(self.data) - place["done"])
+            self._deal_again(remaining, place)
+            restoration.data.CopyFrom(self.data)
+        self.record.go_back(restoration, step - info["first_step"], json.dumps(place))
         self._order.version = back.version
         self._note_order()
         self.saving.prepare_halts()
@@ -687,7 +687,7 @@ class RunSupervisor:
                 self._handle(LoopLost(order.replica, error))
         if self._is_held:
             self._holds.hold_again(recovery.lost)
-        self._handle(Restarted(again=self._holds.is_asked, done=not left))
+        self._handle(Restarted(again=self._holds.is_asked, done=not remaining))
 
     def _place(self, back: RolledBack) -> dict[str, Any]:
         """Returns where in its data a run is that went back."""
@@ -695,8 +695,8 @@ class RunSupervisor:
         if back.saved is not None and arbiter is not None:
             return position_of(arbiter.data_plan, back.saved, arbiter.sync.wanted)
         if arbiter is not None:
-            told = self.record.position or arbiter.sync.data_position
-            return dict(json.loads(told))
+            position = self.record.position or arbiter.sync.data_position
+            return dict(json.loads(position))
         if data is None:
             raise AssertionError("a run whose data nobody deals out")
         if back.saved is not None:

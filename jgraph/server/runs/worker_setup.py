@@ -65,9 +65,9 @@ class WorkerSetup:
         old, new = TaskName(like.task), TaskName(loop.task)
 
         def made(frame_kept: Frame, handle: str) -> Frame:
-            kept = decode_program(body_of(frame_kept).program, frame_kept.tensors)
+            original = decode_program(body_of(frame_kept).program, frame_kept.tensors)
             program = for_replica(
-                kept.rename_task(old, new), loop.replica, of=like.replica
+                original.rename_task(old, new), loop.replica, of=like.replica
             )
             message, tensors = encode_program(program)
             body = pb.RegisterProgram(handle=handle, program=message, run=loop.run)
@@ -136,8 +136,8 @@ class WorkerSetup:
         Raises:
           ConfigError: there is none.
         """
-        kept = self._kept(handle)
-        return decode_program(body_of(kept).program, kept.tensors)
+        program = self._kept(handle)
+        return decode_program(body_of(program).program, program.tensors)
 
     def _kept(self, handle: str) -> Frame:
         if (first := _first(handle)) not in self._programs:

@@ -50,10 +50,10 @@ class StepParts:
             self._report(driver, step, outcome, times)
 
         def late() -> None:
-            waited = ", ".join(self._runtime.waiting_for(step)) or "its turn"
+            causes = ", ".join(self._runtime.waiting_for(step)) or "its turn"
             error = DeadlineError(
                 f"{self._runtime.task} gave up step {step[1]} of '{step[0]}' after "
-                f"{order.timeout_s + _GRACE_S:g} s; it waited for {waited} and heard "
+                f"{order.timeout_s + _GRACE_S:g} s; it waited for {causes} and heard "
                 f"nothing from its driver {driver}"
             )
             self._runtime.abort(step, error)

@@ -83,8 +83,8 @@ class AsynchronousRun:
         for instruction in said:
             if isinstance(instruction, Deal | Over):
                 worker = self._workers[instruction.worker]
-                dealt = partial(self._dealt, worker, instruction)
-                post(worker.processor, self._costs.frame_s, dealt)
+                arrival = partial(self._dealt, worker, instruction)
+                post(worker.processor, self._costs.frame_s, arrival)
 
     def _dealt(self, worker: SimulatedWorker, said: Instruction) -> None:
         worker.is_asking = False

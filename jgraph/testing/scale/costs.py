@@ -157,13 +157,18 @@ def _text(name: str, value: float) -> str:
     return f"{1e6 * value:.3g} us"
 
 
-def save_costs(found: Mapping[str, Costs], path: str | os.PathLike[str]) -> None:
+def save_costs(
+    costs_by_name: Mapping[str, Costs], path: str | os.PathLike[str]
+) -> None:
     """Writes the costs of each transport as JSON.
 
     Raises:
       ConfigError: a place that cannot be written.
     """
-    values = {"format": _FORMAT, "transports": {n: asdict(c) for n, c in found.items()}}
+    values = {
+        "format": _FORMAT,
+        "transports": {n: asdict(c) for n, c in costs_by_name.items()},
+    }
     try:
         text = json.dumps(values, indent=1) + "\n"
         pathlib.Path(path).write_text(text, encoding="utf-8")

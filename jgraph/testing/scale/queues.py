@@ -179,8 +179,8 @@ class Pipe:
         """Comes back when the next flow ends, unless it comes back before."""
         if not self._flows:
             return
-        left = max(0.0, self._flows[0][0] - self._moved)
-        when = self._sim.now + left / self._speed()
+        remaining = max(0.0, self._flows[0][0] - self._moved)
+        when = self._sim.now + remaining / self._speed()
         if when < self._looks_at:
             self._looks_at = when
             self._sim.at(when, partial(self._look, when))

@@ -231,7 +231,7 @@ def _synchronous(
         ledger={
             **cluster.ledger(),
             "computed": sum(w.done for w in cluster.workers),
-            "counted": sum(run.counted),
+            "counted": sum(run.contributions),
             "frames of contributions": run.frames,
         },
         trace=tuple(run.ended),

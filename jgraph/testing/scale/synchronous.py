@@ -35,7 +35,7 @@ class SynchronousRun:
     Attributes:
       ended: when updates were applied everywhere.
       cpu_s: CPU time of the machines themselves, as measured here, by machine.
-      counted: contributions that updates are the means of.
+      contributions: contributions that updates are the means of.
       frames: in which the first ps was told of contributions.
     """
 
@@ -56,7 +56,7 @@ class SynchronousRun:
         self._applying = self.frames = 0
         self.ended: list[float] = []
         self.cpu_s: defaultdict[str, float] = defaultdict(float)
-        self.counted: list[int] = []
+        self.contributions: list[int] = []
 
     def run(self) -> None:
         """Runs to the end."""
@@ -140,7 +140,7 @@ class SynchronousRun:
     # ------------------------------------------------------------ gates
 
     def _gate(self, group: PsGroup, *events: sync_gate.Event) -> None:
-        gate, told = self._gates[group], []
+        gate, instructions = self._gates[group], []
         began = time.process_time() if group is self._cluster.leader else 0.0
         said = [i for event in events for i in gate.handle(event)]
         if group is self._cluster.leader:
@@ -148,7 +148,7 @@ class SynchronousRun:
         for instruction in said:
             match instruction:
                 case Tell():
-                    told.append(instruction)
+                    instructions.append(instruction)
                 case sync_gate.LetIn(step):
                     self._let_in(group, step)
                 case sync_gate.TellLater():
@@ -160,18 +160,18 @@ class SynchronousRun:
                     self._apply(group)
                 case _:
                     pass
-        if told:
-            self._tell(group, told)
+        if instructions:
+            self._tell(group, instructions)
 
-    def _tell(self, group: PsGroup, told: list[Tell]) -> None:
-        news = [(t.step, t.version, t.slot) for t in told]
+    def _tell(self, group: PsGroup, instructions: list[Tell]) -> None:
+        news = [(t.step, t.version, t.slot) for t in instructions]
         events = [e for member in group.members for e in contributions(member, news)]
         is_leader = group is self._cluster.leader
         frames = 0 if is_leader else group.weight
-        own = len(told) if is_leader else 0
+        own = len(instructions) if is_leader else 0
         self.frames += frames
-        heard = partial(self._decide, *events)
-        self._at_leader(frames, own, heard, ids=frames * len(told))
+        decision = partial(self._decide, *events)
+        self._at_leader(frames, own, decision, ids=frames * len(instructions))
 
     def _apply(self, group: PsGroup) -> None:
         costs = self._costs
@@ -211,7 +211,7 @@ class SynchronousRun:
                 case aggregation.DealData():
                     self._answer = instruction.leases
                 case aggregation.Decide(_, steps):
-                    self.counted.append(len(steps))
+                    self.contributions.append(len(steps))
                     self._applying = len(self._cluster.groups)
                     self._tell_all(sync_gate.Decided(steps), len(steps))
                 case aggregation.Void(step):
@@ -230,8 +230,8 @@ class SynchronousRun:
         cluster.leader.processor.run(sending, lambda: None)
         hearing = costs.frame_s + ids * costs.step_id_s
         for group in cluster.groups[1:]:
-            told = partial(self._gate, group, event)
-            sent = partial(cluster.post, group.processor, hearing, told)
+            arrival = partial(self._gate, group, event)
+            sent = partial(cluster.post, group.processor, hearing, arrival)
             cluster.leader.processor.run(0.0, sent)
         here = partial(self._gate, cluster.leader, event)
         cluster.leader.processor.run(costs.gate_event_s, here)

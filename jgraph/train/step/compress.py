@@ -131,14 +131,14 @@ class Compression:
         )
 
     def sent(
-        self, grads: Any, by_rows: Collection[str], counted: jax.Array | None = None
+        self, grads: Any, by_rows: Collection[str], has_counted: jax.Array | None = None
     ) -> Any:
         """Returns gradients as they arrive; called inside a graph.
 
         Args:
           grads: like the parameters.
           by_rows: names of parameters whose gradients are of rows.
-          counted: from ``last_counted``; None: what is sent always counts.
+          has_counted: from ``last_counted``; None: what is sent always counts.
         """
         leaves, tree = jax.tree.flatten(grads)
         residuals = {v.name.split("/", 2)[2]: v for v in self.residuals}
@@ -148,9 +148,9 @@ class Compression:
                 return grad
             with device("/job:worker"):
                 residual = residuals[name][...]
-                if counted is not None:
+                if has_counted is not None:
                     before = residuals[_BEFORE + name]
-                    residual = jnp.where(counted, residual, before[...])
+                    residual = jnp.where(has_counted, residual, before[...])
                     before[...] = residual
                 total = grad + residual
                 payload = compressed(total, self._dtype)
@@ -173,9 +173,9 @@ class Compression:
         """
         last_times = self.residuals[-1]
         with device("/job:worker"):
-            counted: jax.Array = times != last_times[...]
+            has_counted: jax.Array = times != last_times[...]
             last_times[...] = times
-        return counted
+        return has_counted
 
 
 @final

@@ -56,14 +56,14 @@ class Elastic:
             )
 
     def _bounds(self) -> tuple[int, int | None]:
-        given: object = self.workers
-        what = f"Elastic(workers={given!r:.60})"
-        if not isinstance(given, tuple | list) or len(given) != 2:
+        bounds: object = self.workers
+        what = f"Elastic(workers={bounds!r:.60})"
+        if not isinstance(bounds, tuple | list) or len(bounds) != 2:
             raise ConfigError(
                 f"{what} is the least and the most workers of a run; write for "
                 "example workers=(1, 16), or workers=(1, None) for any number"
             )
-        least, most = given
+        least, most = bounds
         if not is_count(least, 1) or not (most is None or is_count(most, 1)):
             raise ConfigError(
                 f"{what}: the least and the most are whole numbers, 1 or more; write "

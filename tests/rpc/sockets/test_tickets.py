@@ -92,7 +92,7 @@ def test_caller_that_gets_another_welcome_sends_nothing(door: Open) -> None:
     async def main() -> None:
         async with door() as there:
             ticket = there.offer(lambda _: None)
-            assert await there.connect(Ticket(ticket.shown, bytes(32))) is None
+            assert await there.connect(Ticket(ticket.number, bytes(32))) is None
 
     run_async(main())
 
@@ -112,7 +112,7 @@ def test_other_user_stays_outside(
             ticket = there.offer(guests.append)
             monkeypatch.setattr("os.geteuid", lambda: 54321)
             assert await there.connect(ticket) is None
-            assert await there.hung_up(there.offer(guests.append).shown)
+            assert await there.hung_up(there.offer(guests.append).number)
             assert not guests
 
     run_async(main())
@@ -146,7 +146,7 @@ def test_port_of_another_task_gets_no_ticket(certificates: Path) -> None:
             guests: list[FrameSocket] = []
             ticket = there.offer(guests.append)
             offer = pb.DataSocket(
-                port=there.listener.port, ticket=ticket.shown, welcome=ticket.answer
+                port=there.listener.port, ticket=ticket.number, welcome=ticket.answer
             )
             connect = there.dialer.connect
             assert await connect("127.0.0.1:1", offer, WORKER, ignore) is None

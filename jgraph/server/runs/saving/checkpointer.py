@@ -228,7 +228,7 @@ class RunCheckpointer:
         driver = TaskName(order.driver)
         with proven(order.directory, order.proof):
             await self._become_writer(LEASE_S if at_rest else 0.0)
-            made, like = await asyncio.to_thread(begin_step, directory)
+            folder, like = await asyncio.to_thread(begin_step, directory)
         try:
             position = dict(self.position())  # first: what is under way comes again
             if in_flight:
@@ -237,8 +237,8 @@ class RunCheckpointer:
             if go_on is not None and not await go_on():
                 raise CheckpointError("the run went on while it was to be saved")
             failpoint("handed.snapshot_taken")
-            leaves, sums = await self._write(made, like)
-            step = await asyncio.to_thread(_step_in, made, leaves)
+            leaves, sums = await self._write(folder, like)
+            step = await asyncio.to_thread(_step_in, folder, leaves)
             check, path = self._lease.check, directory / str(step)
             # What was saved under way may be of a moment before, on another ps.
             anew = at_rest or self.record.is_over
@@ -251,24 +251,26 @@ class RunCheckpointer:
                 generation=self._lease.generation,
                 saved=datetime.now(UTC).isoformat(timespec="seconds"),
             )
-            await asyncio.to_thread(commit_step, made, manifest, check, overwrite=anew)
+            await asyncio.to_thread(
+                commit_step, folder, manifest, check, overwrite=anew
+            )
             await asyncio.to_thread(prune, directory, order.keep, check)
             return Saved(path, sums)
         finally:
-            await asyncio.to_thread(shutil.rmtree, made, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             reset = frame(reset=pb.Reset(containers=[order.container]))
             for shards in order.tasks:
                 await self.call(TaskName(shards.task), "Reset", reset)
 
     async def _write(
-        self, made: Path, like: Manifest
+        self, folder: Path, like: Manifest
     ) -> tuple[dict[str, Leaf], dict[TaskName, list[Sums]]]:
         """Lets all tasks write what they have.
 
         Returns:
           What describes it, and the checksums of each task.
         """
-        proof = await asyncio.to_thread(make_proof, made)
+        proof = await asyncio.to_thread(make_proof, folder)
         parts: list[tuple[str, Sums]] = []
         by_task: dict[TaskName, list[Sums]] = {}
 
@@ -276,14 +278,14 @@ class RunCheckpointer:
             task = TaskName(shards.task)
             mine = [shard_from(task, shard) for shard in shards.shards]
             files = pb.ShardFiles(
-                directory=str(made), proof=proof, shards=shards.shards
+                directory=str(folder), proof=proof, shards=shards.shards
             )
             limit_s = bulk_timeout_s(sum(s.variable.type.nbytes for s in mine))
             request = frame(shard_files=files)
             reply = await self.call(task, "SaveShards", request, timeout_s=limit_s)
-            told = by_task[task] = sums_in(reply, len(mine))
+            sums = by_task[task] = sums_in(reply, len(mine))
             arrays = [shard.rows.array for shard in mine]
-            parts.extend(zip(arrays, told, strict=True))
+            parts.extend(zip(arrays, sums, strict=True))
 
         await asyncio.gather(*map(ask, self.order.tasks))
         sums = joined(like.leaves, parts)
@@ -300,9 +302,9 @@ def _whole(name: str, leaf: Leaf) -> Slice:
     return Slice.whole(directory_of(name), leaf.type, leaf.block_rows)
 
 
-def _step_in(made: Path, leaves: Mapping[str, Leaf]) -> int:
+def _step_in(folder: Path, leaves: Mapping[str, Leaf]) -> int:
     """Returns how many updates the files of a step have in them."""
-    fd = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         value, _ = read_slice(fd, _whole(STEP, leaves[STEP]))
     finally:

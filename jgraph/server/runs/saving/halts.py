@@ -73,17 +73,17 @@ class RunHalts:
             at_most = UNACKNOWLEDGED + order.prefetch
             self._handle(LoopBegan(order.loop, at_most))
 
-    def note(self, order: pb.RunLoop, told: pb.LoopReport) -> None:
+    def note(self, order: pb.RunLoop, report: pb.LoopReport) -> None:
         """Learns what a loop tells."""
         loop = order.loop
         if order.HasField("sync"):
-            if told.halted:
-                order_to = GoOn(told.halted, (loop,))
+            if report.halted:
+                order_to = GoOn(report.halted, (loop,))
                 self._do(self._saved(0, lambda: self._let_go(order_to)))
         elif not _together(order):
-            self._handle(Told(loop, told.data_done))
-            if told.halted:
-                self._handle(LoopHalted(loop, told.halted, told.in_flight))
+            self._handle(Told(loop, report.data_done))
+            if report.halted:
+                self._handle(LoopHalted(loop, report.halted, report.in_flight))
 
     def over(self, order: pb.RunLoop) -> None:
         """Learns that a loop has ended."""
@@ -91,8 +91,8 @@ class RunHalts:
             self._handle(LoopOver(order.loop))
 
     def _handle(self, event: Event) -> None:
-        for told in self._cuts.handle(event):
-            match told:
+        for instruction in self._cuts.handle(event):
+            match instruction:
                 case Halt(number, loops):
                     for loop in loops:
                         self._do(self._halt(loop, number))
@@ -100,7 +100,7 @@ class RunHalts:
                     go_on = partial(self._go_on, number)
                     self._do(self._saved(in_flight, go_on))
                 case GoOn():
-                    self._do(self._end(told))
+                    self._do(self._end(instruction))
 
     async def _halt(self, loop: str, number: int) -> None:
         halt = pb.StopLoop(halt=number, timeout_s=self._limit_s)
@@ -112,20 +112,23 @@ class RunHalts:
     ) -> None:
         await self._save(in_flight, go_on)
 
-    async def _end(self, told: GoOn) -> None:
-        await self._let_go(told)
+    async def _end(self, order_to: GoOn) -> None:
+        await self._let_go(order_to)
 
     async def _go_on(self, number: int) -> bool:
         """Lets loops go on; returns whether all stood still until now."""
         match self._cuts.handle(Saved(number)):
-            case [GoOn() as told]:
-                return await self._let_go(told)
+            case [GoOn() as order_to]:
+                return await self._let_go(order_to)
             case _:
                 return False
 
-    async def _let_go(self, told: GoOn) -> bool:
-        asks = (self._ask(loop, pb.StopLoop(go_on=told.number)) for loop in told.loops)
-        return all(stood == told.number for stood in await asyncio.gather(*asks))
+    async def _let_go(self, order_to: GoOn) -> bool:
+        asks = (
+            self._ask(loop, pb.StopLoop(go_on=order_to.number))
+            for loop in order_to.loops
+        )
+        return all(stood == order_to.number for stood in await asyncio.gather(*asks))
 
 
 def _together(order: pb.RunLoop) -> bool:
