@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, Final, Protocol, TypeVar, final
@@ -11,6 +12,7 @@ from jgraph.clock import Clock
 from jgraph.cluster.deadlines import CONTROL_S, bounded_s
 from jgraph.cluster.drain import holding
 from jgraph.cluster.loop_messages import leases_of
+from jgraph.cluster.polling import Polling
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.slots import SlotPlan
 from jgraph.coordination.run.election import (
@@ -208,6 +210,8 @@ class Standby:
         """Takes the place of the master, unless it is there or another task does."""
         peers, run = self._peers, self._order.run
         election, waits = Election(peers.task, list(peers.tasks()), missed_s), ""
+        # It ends with the run: another master, once there is one, closes this standby.
+        polling = Polling(_POLL_S, math.inf, self._clock)
         # Where not all is read, that of the master before is a standby again.
         self.is_over = self._before is not None
         while not self.is_over:
@@ -223,28 +227,29 @@ class Standby:
                     await self._read(task, answers[task].frames)
                     self.is_over = True
                 case TakeOver(term):
-                    await self._take_term(election, lost, term)
+                    if not await self._take_term(election, lost, term):
+                        await polling.again()
                 case Wait(task):
                     if waits != task:
                         what = "run '%s' has lost its master, %s; %s comes first"
                         _LOG.info(what, run, self.master, task)
                     waits = task
                     await self._pass_on(task)
-                    await asyncio.sleep(_POLL_S)
+                    await polling.again()
 
-    async def _take_term(self, election: Election, lost: JGError, term: int) -> None:
-        """Is the master from now on, unless a task has heard of a later one."""
+    async def _take_term(self, election: Election, lost: JGError, term: int) -> bool:
+        """Is the master from now on; False: a task has heard of a later one."""
         world = self._peers, self._order.run, term
         try:
             loops = await check_master(*world, takes_over=True)
         except FencedError as fenced:  # one that may be lost already
             election.refused(int(fenced.details.get("term", term)))
-            await asyncio.sleep(_POLL_S)
-            return
+            return False
         await self._read_longer(election)
         if not self.is_over:
             await self._take_over(lost, term, loops)
             self.is_over = True  # for who only follows
+        return True
 
     def _is_forced(self, lost: JGError) -> bool:
         """Whether a master that is there is to be replaced."""

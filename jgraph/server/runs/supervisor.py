@@ -74,6 +74,7 @@ from jgraph.server.runs.ps_setup import PsSetup
 from jgraph.server.runs.rollback import Rollback, RolledBack, position_of
 from jgraph.server.runs.rounds import next_order, open_round_gates
 from jgraph.server.runs.run_client import Restarters, RunClient
+from jgraph.server.runs.running_loops import RunningLoops
 from jgraph.server.runs.saving.checkpointer import Saved
 from jgraph.server.runs.saving.run_saving import RunSaving
 from jgraph.server.runs.worker_setup import WorkerSetup
@@ -81,7 +82,6 @@ from jgraph.server.runs.worker_setup import WorkerSetup
 _LOG = logging.getLogger("jgraph.recover")
 _POLL_S: Final = 0.5
 """Between two looks: that a worker answers again shows only by asking it."""
-_LAST_WORDS_S: Final = 2.0
 
 
 @final
@@ -117,7 +117,7 @@ class RunSupervisor:
         self._orders: dict[int, pb.RunLoop] = {}
         """What the loop of each replica does next, or does."""
         self._arbiter: pb.RunLoop | None = None
-        self._under_way: dict[str, pb.RunLoop] = {}
+        self._running = RunningLoops(peers)
         self._losses = RunLosses(order, peers)
         self._number = 0
         restart = lambda: self._handle(RestartAsked())
@@ -129,7 +129,7 @@ class RunSupervisor:
         self._restarters = Restarters(self.client)
         self.saving = RunSaving(
             *(order, peers, self.record, self.ready, self._ps, self.client),
-            *(self._next_name, self._ask, self._do),
+            *(self._next_name, self._running.ask, self._do),
         )
         self._rollback = Rollback(
             *(order, peers, self.ready, self._ps, self.copies),
@@ -144,8 +144,6 @@ class RunSupervisor:
         self._working: set[asyncio.Task[None]] = set()
         self._joiners = RunJoiners(order, peers, self.ready, self.record, clock)
         self._joining: dict[int, tuple[int, asyncio.Task[None]]] = {}
-        self._written_off: set[str] = set()
-        """Loops under way whose workers are no tasks any more."""
         self._news = asyncio.Event()  # of who is to be looked for
 
     # ------------------------------------------------------------ from outside
@@ -293,11 +291,11 @@ class RunSupervisor:
             return
         known = self._losses.known
         for replica in self._joiners.leavers(self._orders):
-            self._write_off(self._orders[replica])
+            self._do(self._lose_member(self._orders[replica]))
             self._handle(MemberLeft(replica))
         for order in list(self._orders.values()):
             if self._joiners.replaced(order, known.get(TaskName(order.task), "")):
-                self._write_off(order)
+                self._do(self._lose_member(order))
         self._news.set()
         self._seek()
 
@@ -329,7 +327,7 @@ class RunSupervisor:
             self._arbiter = order
         else:
             self._orders[order.replica] = order
-        self._under_way[order.loop] = order
+        self._running.begin(order)
         self.saving.began(order)
         self._do(self._follow(order, self.record.seconds))
 
@@ -346,18 +344,17 @@ class RunSupervisor:
                     last = self._keep(order, report, began_s)
                 await self.saving.note(order, body)
                 if self.stopping:  # it may have begun after the others were told
-                    self._tell(order, pb.StopLoop())
+                    self._do(self._running.tell(order, pb.StopLoop()))
             event = _ended(order, last.state)
         except JGError as error:
             event = await self._event_of(error, order, last.number, began_s)
-        del self._under_way[order.loop]
+        is_known = self._running.end(order)
         self.saving.over(order)
         sync = order.HasField("sync")
         newest = self._arbiter if sync else self._orders.get(order.replica)
         # Else a client has begun others, or its end is known already.
-        if order is newest and order.loop not in self._written_off:
+        if order is newest and not is_known:
             self._handle(event)
-        self._written_off.discard(order.loop)
 
     async def _event_of(
         self, error: JGError, order: pb.RunLoop, after: int, began_s: float
@@ -398,18 +395,12 @@ class RunSupervisor:
         await self.ready.drop(order.handle)
         return LoopLost(order.replica, error)
 
-    def _write_off(self, order: pb.RunLoop) -> None:
-        """Ends a loop whose worker is no task any more, if it has not ended soon."""
-        if order.loop in self._under_way:
-            self._do(self._lose_member(order))
-
     async def _lose_member(self, order: pb.RunLoop) -> None:
-        await asyncio.sleep(_LAST_WORDS_S)  # it may tell how it ended
-        if order.loop not in self._under_way or order.loop in self._written_off:
-            return
-        self._written_off.add(order.loop)
-        what = f"{order.task} is no member of the cluster any more"
-        self._handle(await self._leave_out(order, TaskLostError(what, task=order.task)))
+        """Ends a loop whose worker is no task any more, if it has not ended soon."""
+        if await self._running.write_off(order):
+            what = f"{order.task} is no member of the cluster any more"
+            error = TaskLostError(what, task=order.task)
+            self._handle(await self._leave_out(order, error))
 
     def learn_anew(self) -> None:
         """Takes note of which processes the run has now, in place of those before."""
@@ -421,43 +412,6 @@ class RunSupervisor:
         event = await self._losses.of(order, error)
         lost = isinstance(event, LoopLost)
         return await self._leave_out(order, error) if lost else event
-
-    def _tell(self, order: pb.RunLoop, message: pb.StopLoop) -> None:
-        message.loop, message.task = order.loop, order.task
-        message.run, message.term = order.run, order.term
-        self._do(self._tell_loop(message))
-
-    async def _ask(self, loop: str, message: pb.StopLoop) -> int | None:
-        """Tells a loop something once; returns the halt that it has ended, if any.
-
-        None: it was not told.
-        """
-        order = self._under_way.get(loop)
-        if order is None:
-            return 0
-        message.loop, message.task = order.loop, order.task
-        message.run, message.term = order.run, order.term
-        try:
-            request = frame(stop_loop=message)
-            reply = await self._peers.call(TaskName(message.task), "StopLoop", request)
-        except JGError as error:
-            _LOG.info("loop %s is not reached: %s", message.loop, error.message)
-            return None
-        return int(body_of(reply).halted) if message.go_on else 0
-
-    async def _tell_loop(self, message: pb.StopLoop) -> None:
-        """Tells a loop something, unless it ends before it can be told."""
-        request = frame(stop_loop=message)
-        while message.loop in self._under_way:
-            try:
-                await self._peers.call(TaskName(message.task), "StopLoop", request)
-            except FencedError:
-                return  # another master looks after it
-            except JGError as error:
-                _LOG.info("loop %s is not reached yet: %s", message.loop, error.message)
-                await asyncio.sleep(_POLL_S)
-            else:
-                return
 
     # ------------------------------------------------------------ decisions
 
@@ -507,7 +461,8 @@ class RunSupervisor:
             case GoBack(error):
                 self._do(self._go_back(error))
             case LeaveOut(replica) if arbiter is not None:
-                self._tell(arbiter, pb.StopLoop(lost=self._orders[replica].task))
+                message = pb.StopLoop(lost=self._orders[replica].task)
+                self._do(self._running.tell(arbiter, message))
             case Finish():
                 self._do(self._finish())
             case Over(state, error):
@@ -528,7 +483,7 @@ class RunSupervisor:
         if self._arbiter is not None:
             # Known from here on, as it is told what comes while the gates open.
             self._arbiter = again = self._again(self._arbiter)
-            self._under_way[again.loop] = again
+            self._running.begin(again)
             self._do(self._begin_round(again, replicas))
             return
         for replica in replicas:
@@ -538,21 +493,21 @@ class RunSupervisor:
 
     def _pause(self) -> None:
         if self._arbiter is not None:
-            self._tell(self._arbiter, pb.StopLoop(pause=True))
+            message = pb.StopLoop(pause=True)
+            self._do(self._running.tell(self._arbiter, message))
         else:
             self._end_loops()
 
     def _end_loops(self) -> None:
-        for loop in list(self._under_way.values()):
-            self._tell(loop, pb.StopLoop())
+        for order in self._running.orders:
+            self._do(self._running.tell(order, pb.StopLoop()))
 
     def _end(self, state: str, error: JGError | None) -> None:
         if error is not None:
             replaced = isinstance(error, FencedError)  # it goes on elsewhere
             level = logging.INFO if replaced else logging.ERROR
             _LOG.log(level, "the run failed here: %s", error.message)
-            for loop in self._under_way.values():
-                self._tell(loop, pb.StopLoop())
+            self._end_loops()
         self.record.end(state, error)
         if self.client is not None:
             self.client.close()
@@ -845,7 +800,7 @@ class RunSupervisor:
         try:
             await open_round_gates(self._peers, arbiter, orders)
         except JGError as error:
-            del self._under_way[arbiter.loop]  # it never began: nobody is to be told
+            self._running.end(arbiter)  # it never began: nobody is to be told
             lost = await self._loss_of(arbiter, error)
             for order in orders:
                 self._handle(LoopEnded(order.replica, "stopped"))
