@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from jgraph.graph.variable import Variable, colocate_with
     from jgraph.launch.local.cluster import LocalCluster
     from jgraph.launch.ray_cluster import RayCluster
+    from jgraph.launch.spark.cluster import SparkCluster
     from jgraph.plan.auto.cost_model import CostModel
     from jgraph.plan.placement.spread import GreedyLoadBalancing, RoundRobin
     from jgraph.plan.sharding.partitioner import (
@@ -93,6 +94,7 @@ _HOMES = {
     "Server": "jgraph.server.server",
     "Session": "jgraph.client.session",
     "Source": "jgraph.train.data.source",
+    "SparkCluster": "jgraph.launch.spark.cluster",
     "StopAtStep": "jgraph.train.run.callbacks",
     "SyncPS": "jgraph.train.strategies.sync_runner",
     "TensorBoard": "jgraph.train.run.trackers",
@@ -149,6 +151,7 @@ __all__ = [
     "Server",
     "Session",
     "Source",
+    "SparkCluster",
     "StopAtStep",
     "SyncPS",
     "TensorBoard",

@@ -53,7 +53,7 @@ GROUPS: Final = {
         *("min_max_variable_partitioner", "GreedyLoadBalancing", "RoundRobin"),
     ],
     "Clusters": [
-        *("LocalCluster", "RayCluster", "connect"),
+        *("LocalCluster", "RayCluster", "SparkCluster", "connect"),
         *("Session", "ClusterSpec", "Server", "TLS"),
     ],
     "Tests and simulated clusters": [],  # of jgraph.testing

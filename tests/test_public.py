@@ -37,6 +37,7 @@ PUBLIC = [
     "Server",
     "Session",
     "Source",
+    "SparkCluster",
     "StopAtStep",
     "SyncPS",
     "TensorBoard",

@@ -178,6 +178,7 @@ NO_OBJECTS = {
     "towers": "a function",
     "LocalCluster": "as what connect returns: it has processes beside",
     "RayCluster": "as what connect returns: it has actors beside",
+    "SparkCluster": "as what connect returns: it has tasks of Spark beside",
 }
 """Public names that give nothing of ours to look at, and what they give."""
 SHOWN = [
@@ -202,7 +203,7 @@ def test_every_public_name_is_shown_here_or_gives_nothing_to_show(
 ) -> None:
     assert set(SHOWN) == made.keys()
     assert NO_OBJECTS.keys() < set(jg.__all__)
-    for cluster in (jg.LocalCluster, jg.RayCluster):
+    for cluster in (jg.LocalCluster, jg.RayCluster, jg.SparkCluster):
         assert issubclass(cluster, Cluster)
 
 

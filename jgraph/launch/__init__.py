@@ -1,4 +1,4 @@
-"""Starting servers on other machines: over ssh, as actors of Ray, by Slurm, Kubernetes.
+"""Starting servers on other machines: over ssh, by Ray, Spark, Slurm, Kubernetes.
 
 What Slurm and Kubernetes are told is text and plain objects; nothing talks to either.
 """

@@ -1,4 +1,9 @@
 """What pytest is not to import: one file instruments all of jgraph for a fuzzer, the
-others need Ray and tritonclient."""
+others need Ray, Spark and tritonclient."""
 
-collect_ignore = ["fuzz/decoders.py", "ray_session.py", "triton_judge.py"]
+collect_ignore = [
+    "fuzz/decoders.py",
+    "ray_session.py",
+    "spark_session.py",
+    "triton_judge.py",
+]

@@ -17,12 +17,15 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import TransportChoice, target_of
 from jgraph.launch.local.processes import JOINS, hand_over_stdout
 from jgraph.loading import end_uncollected, uncollected
+
+if TYPE_CHECKING:
+    from jgraph.server.server import Server
 
 
 def main(
@@ -36,7 +39,7 @@ def main(
 ) -> int:
     """Serves one task on loopback; returns the exit code."""
     with uncollected():
-        from jgraph.server.main import configure_logging, serve
+        from jgraph.server.main import configure_logging
         from jgraph.server.process_setup import set_up_process
         from jgraph.server.server import Server
     end_uncollected()
@@ -56,6 +59,17 @@ def main(
         server = join_cluster(target, job, tls=Path(tls) if tls else None, **options)
     else:
         server = Server(cluster, job, int(index), tls=tls or None, **options)
+    return tell_and_serve(server, parent)
+
+
+def tell_and_serve(server: "Server", parent: TextIO) -> int:
+    """Tells who has started this process where it serves, and follows its orders.
+
+    Returns:
+      The exit code.
+    """
+    from jgraph.server.main import serve
+
     facts = {"address": server.address, "task": server.task}
     parent.write(json.dumps(facts) + "\n")
     parent.flush()

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Final, TextIO, final
+from typing import Final, TextIO, TypeVar, final
 
 import numpy as np
 import psutil
@@ -28,7 +28,7 @@ from jgraph.errors import ConfigError, JGError, StartError, UnknownDeviceError
 from jgraph.graph.device import TaskName
 from jgraph.launch.local.exit_codes import how_it_ended, memory_kills
 from jgraph.launch.local.freezes import FreezeWatch
-from jgraph.launch.local.restarts import Restarter, wait_started
+from jgraph.launch.local.restarts import Process, Restarter, wait_started
 
 START_S = 60.0
 JOINS: Final = "join"
@@ -36,6 +36,7 @@ JOINS: Final = "join"
 _END_S = 5.0
 _LOG_LINES = 20
 _MODEST: Final = ("ps", "evaluator")
+_Process = TypeVar("_Process", bound=Process)
 
 
 @final
@@ -234,8 +235,7 @@ class TaskProcesses:
         self._again: set[TaskName] = set()
         self._on_start = on_start
         self._environments = {
-            job: {**({"JAX_PLATFORMS": "cpu"} if job in _MODEST else {}), **environment}
-            for job in {*counts, "worker"}
+            job: environment_of(job, environment) for job in {*counts, "worker"}
         }
         self._make = partial(
             TaskProcess,
@@ -251,11 +251,11 @@ class TaskProcesses:
                     environment = self._environments[job]
                     process = self._make(job, index, environment=environment)
                     self._processes.append(process)
-            _each(self._processes, TaskProcess.wait_started, timeout_s)
+            each(self._processes, TaskProcess.wait_started, timeout_s)
             self.spec = self._spec()
             # A task that does not know the others yet would call itself the cluster.
             join = lambda process: process.join(self.spec)
-            _each(self._processes, join, timeout_s)
+            each(self._processes, join, timeout_s)
             if restarts:
                 self._restarter = Restarter(
                     list(self._processes),
@@ -295,8 +295,8 @@ class TaskProcesses:
         environment = self._environments["worker"]
         make = partial(self._make, environment=environment, joins=self.spec)
         joiners = [make("worker", None) for _ in range(count)]
-        _each(joiners, TaskProcess.wait_started, timeout_s)
-        _each(joiners, lambda process: process.join(self.spec), timeout_s)
+        each(joiners, TaskProcess.wait_started, timeout_s)
+        each(joiners, lambda process: process.join(self.spec), timeout_s)
         self._processes += joiners
         if self._restarter is not None:
             for process in joiners:
@@ -386,10 +386,8 @@ class TaskProcesses:
         return ClusterSpec(jobs)
 
 
-def _each(
-    processes: Sequence[TaskProcess],
-    act: Callable[[TaskProcess], None],
-    timeout_s: float,
+def each(
+    processes: Sequence[_Process], act: Callable[[_Process], None], timeout_s: float
 ) -> None:
     """Does something with all processes at once; kills them all if one fails."""
     with ThreadPoolExecutor(len(processes)) as pool:
@@ -408,7 +406,7 @@ def _each(
                     ) from None
         except BaseException:
             for process in processes:
-                process.process.kill()
+                process.kill()
             raise
 
 
@@ -419,6 +417,16 @@ def _ended(process: "subprocess.Popen[str]", timeout_s: float) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait(_END_S)
+
+
+def environment_of(job: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of a job's tasks: some leave accelerators to the workers.
+
+    Example:
+      >>> environment_of("ps", {"A": "1"}), environment_of("worker", {"A": "1"})
+      ({'JAX_PLATFORMS': 'cpu', 'A': '1'}, {'A': '1'})
+    """
+    return {**({"JAX_PLATFORMS": "cpu"} if job in _MODEST else {}), **environment}
 
 
 def tasks_of(counts: Mapping[str, int]) -> list[TaskName]:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 ANY_TASK: Final = "task.jgraph"
 CLIENT: Final = "client.jgraph"
+LAUNCHER: Final = "launcher.jgraph"
+"""Who starts tasks on other hosts and watches them; neither a task nor a client."""
 _SOON: Final = timedelta(days=30)
 _logger = logging.getLogger(__name__)
 

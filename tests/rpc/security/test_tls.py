@@ -9,12 +9,6 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-)
 
 from jgraph.errors import (
     CertificateError,
@@ -29,8 +23,7 @@ from jgraph.rpc.dial import diagnose
 from jgraph.rpc.exchange.link import EXCHANGE_METHOD
 from jgraph.rpc.frames import body_of, frame, hello, kind_of
 from jgraph.rpc.grpc.transport import GrpcTransport
-from jgraph.rpc.security import certificates
-from jgraph.rpc.security.certificates import make_certificates
+from jgraph.rpc.security.certificates import Authority, make_certificates
 from jgraph.rpc.security.tls import TLS, Identity, check_caller
 from jgraph.rpc.transport import Address
 from jgraph.rpc.wire.codec import encode, pack
@@ -73,16 +66,12 @@ def expired(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def late(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The client's certificate has expired, and that of the authority has not."""
     directory = tmp_path_factory.mktemp("late")
-    key = ec.generate_private_key(ec.SECP256R1())
-    authority = certificates._authority(key, days=1.0)
-    (directory / "ca.crt").write_bytes(authority.public_bytes(Encoding.PEM))
+    authority = Authority(days=1.0)
+    (directory / "ca.crt").write_bytes(authority.certificate)
     for task, days in ((PS, 1.0), (None, -1.0)):
-        own = ec.generate_private_key(ec.SECP256R1())
-        leaf = certificates._leaf(own, task, authority, key, days)
-        pem = Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
-        files = TLS.of(directory, task)
-        files.cert.write_bytes(leaf.public_bytes(Encoding.PEM))
-        files.key.write_bytes(own.private_bytes(*pem))
+        authority._days = days
+        for name, content in authority.files_of(task).items():
+            (directory / name).write_bytes(content)
     return directory
 
 
