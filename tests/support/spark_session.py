@@ -118,7 +118,7 @@ def train(spark: SparkSession) -> dict[str, Any]:
         trainer.fit(X, steps=100, batch_size=64, progress=False)
         files = sorted(path.name for path in Path(cluster.tls_directory).iterdir())
         facts = {
-            "log": cluster.logs(PS, tail=1),
+            "log": cluster.logs(PS, tail=50),
             "target": cluster.target,
             "events": [f"{one.kind}: {one.text}" for one in cluster.events()],
             "pids": [cluster.pid(task) for task in cluster.tasks()],

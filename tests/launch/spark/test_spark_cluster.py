@@ -92,7 +92,7 @@ def test_a_model_is_trained_on_spark_and_nothing_is_left(day: dict[str, Any]) ->
     assert found["result"] == pytest.approx(3, abs=0.01)
     assert found["ready_s"] < 60
     assert found["target"].startswith("jgraphs://127.0.0.1:")
-    assert "listens on 127.0.0.1:" in found["log"]
+    assert "/job:ps/task:0 listens on 127.0.0.1:" in found["log"]
     assert sorted(found["pids"]) == sorted(found["running"])
     assert found["left_s"] < 10
     assert found["jobs_left"] == 0
