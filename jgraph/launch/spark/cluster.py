@@ -172,12 +172,12 @@ class SparkCluster(Cluster):
 
     def check_startable(self) -> None:
         """See ``Cluster.check_startable``."""
-        if gone := self.gone():
+        if ends := self.gone():
             raise TaskMissingError(
-                f"{'; '.join(gone.values())}\nNothing starts it again; make a new "
+                f"{'; '.join(ends.values())}\nNothing starts it again; make a new "
                 "jg.SparkCluster, with more restarts, and resume there with "
                 "trainer.restore(…)",
-                missing=list(gone),
+                missing=list(ends),
             )
 
     def close(self) -> None:

@@ -148,8 +148,8 @@ class ControlServer:
         hello = message.get("hello") if isinstance(message, dict) else None
         if not isinstance(hello, dict):
             return None
-        shown = str(hello.get("secret", "")).encode()
-        if not hmac.compare_digest(shown, self._secret.encode()):
+        secret = str(hello.get("secret", "")).encode()
+        if not hmac.compare_digest(secret, self._secret.encode()):
             return None
         return hello if hello.get("task") in self._seats else None
 

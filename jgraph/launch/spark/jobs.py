@@ -136,11 +136,11 @@ _PICKLING = threading.Lock()
 def _reason(error: Exception) -> str:
     """Returns what Spark says of a job that failed, without its stacks."""
     text = str(getattr(error, "java_exception", None) or error)
-    told = [
+    lines = [
         line.strip()
         for line in text.splitlines()
         if line.strip() and not line.lstrip().startswith(("at ", "File ", "Traceback"))
     ]
-    ours = [line for line in told if line.startswith("RuntimeError: ")]
-    chosen = ours[-1].removeprefix("RuntimeError: ") if ours else " ".join(told[:2])
+    ours = [line for line in lines if line.startswith("RuntimeError: ")]
+    chosen = ours[-1].removeprefix("RuntimeError: ") if ours else " ".join(lines[:2])
     return chosen[:_WHY] or type(error).__name__

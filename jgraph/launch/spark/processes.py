@@ -88,7 +88,7 @@ class SparkProcesses:
         remaining_s: Callable[[], float] = lambda: max(_LEAST_S, deadline - clock.now())
         try:
             port = self._listen(bound)
-            told = {
+            facts = {
                 "hosts": hosts,
                 "port": port,
                 "ca": order.authority.certificate.decode(),
@@ -98,7 +98,7 @@ class SparkProcesses:
                 "module": "jgraph.launch.spark.child",
                 "echo": not application.is_one_process,
             }
-            orders = {task: json.dumps({**told, "task": task}) for task in tasks}
+            orders = {task: json.dumps({**facts, "task": task}) for task in tasks}
             self._jobs = SparkJobs(
                 application.context, self._group, orders, self._job_ended, clock
             )

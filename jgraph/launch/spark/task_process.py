@@ -79,7 +79,7 @@ class SparkProcess:
         self._changed = threading.Condition()
         self._links: list[KeeperLink] = []
         self._number = 0
-        self._begun = False
+        self._has_begun = False
         self._code: int | None = None
         self._why = ""
         self._tail = ""
@@ -109,7 +109,7 @@ class SparkProcess:
             was_first = self._links[:1] == [link]
             if link in self._links:
                 self._links.remove(link)
-            if was_first and self._begun:
+            if was_first and self._has_begun:
                 self._end(LOST, f"the loss of its Spark task on {link.hello['host']}")
             self._changed.notify_all()
 
@@ -157,7 +157,7 @@ class SparkProcess:
             self._number += 1
             # A port that another process took meanwhile is not waited for.
             self._any_port = self._code is not None and not self._has_joined
-            self._code, self._begun, self._has_joined = None, False, False
+            self._code, self._has_begun, self._has_joined = None, False, False
             self._lines.clear()
             self.pid = 0
             has_one = bool(self._links)
@@ -242,10 +242,10 @@ class SparkProcess:
 
     def _begin(self) -> None:
         """Begins the process if that is wanted, and a Spark task is there."""
-        if not self._links or not self._asked or self._begun:
+        if not self._links or not self._asked or self._has_begun:
             return
         link = self._links[0]
-        self._asked, self._begun = False, True
+        self._asked, self._has_begun = False, True
         if problem := self._problem(link):
             self._tail = problem
             self._end(LOST, problem)
@@ -272,7 +272,7 @@ class SparkProcess:
         )
 
     def _end(self, code: int, why: str) -> None:
-        self._code, self._why, self._begun = code, why, False
+        self._code, self._why, self._has_begun = code, why, False
 
     def _tell(self, **order: object) -> None:
         if (link := self.link) is not None:

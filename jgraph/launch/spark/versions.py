@@ -33,7 +33,7 @@ def problem_of(link: KeeperLink) -> str:
     return difference(hello["versions"], own_versions())
 
 
-def difference(found: Mapping[str, str], own: Mapping[str, str]) -> str:
+def difference(there: Mapping[str, str], own: Mapping[str, str]) -> str:
     """Returns why a server with these versions will not do; empty: it will.
 
     JAX may be newer than the client's, and Python any that has both.
@@ -48,12 +48,12 @@ def difference(found: Mapping[str, str], own: Mapping[str, str]) -> str:
       ''
     """
     for name in ("jgraph", "jax"):
-        if not found.get(name):
+        if not there.get(name):
             return f"{name} is not installed"
-    if found["jgraph"] != own["jgraph"]:
-        return f"jgraph {found['jgraph']} is not {own['jgraph']} of the driver"
-    if _minor(found["jax"]) < _minor(own["jax"]):
-        return f"jax {found['jax']} is older than {own['jax']} of the driver"
+    if there["jgraph"] != own["jgraph"]:
+        return f"jgraph {there['jgraph']} is not {own['jgraph']} of the driver"
+    if _minor(there["jax"]) < _minor(own["jax"]):
+        return f"jax {there['jax']} is older than {own['jax']} of the driver"
     return ""
 
 
