@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Generic, TypeVar, final
 
 import jax
 import numpy as np
@@ -31,6 +31,8 @@ from jgraph.serving.signature import (
 )
 from jgraph.view import markup
 
+F = TypeVar("F")
+
 
 @final
 class LoadedFunction:
@@ -57,36 +59,25 @@ class LoadedFunction:
 
 
 @final
-class LoadedVersion:
+class LoadedVersion(Generic[F]):
     """A version of a model in memory.
 
     Args:
-      path: its directory.
-      cache: has the code of versions that were loaded before: what is called by the
-        same digest is not compiled again.
-
-    Raises:
-      ArtifactError: a file is damaged.
-      ProtocolError: this process cannot run the code.
+      functions: by name.
+      examples: inputs of a row for each of them.
     """
 
-    def __init__(self, path: Path, cache: CompileCache) -> None:
-        self.manifest = read_manifest(path)
-        with wide_types():  # the manifest says what each array is
-            arrays = {n: jax.device_put(a) for n, a in read_arrays(path, self.manifest)}
-        self.functions: dict[str, LoadedFunction] = {}
-        for name, one in self.manifest.signatures.items():
-            code = SegmentCode(
-                one.program,
-                read_program(path, one.program),
-                self.manifest.platforms,
-                f"{path.parent.name}/{name}",
-            )
-            chosen = [arrays[argument] for argument in one.arguments]
-            self.functions[name] = LoadedFunction(one, cache.load(code), chosen)
-        self.examples = read_example(path, self.manifest)
+    __slots__ = ("examples", "functions")
 
-    def function(self, signature: str) -> LoadedFunction:
+    def __init__(
+        self,
+        functions: Mapping[str, F],
+        examples: Mapping[str, Mapping[str, Array]],
+    ) -> None:
+        self.functions = functions
+        self.examples = examples
+
+    def function(self, signature: str) -> F:
         """Returns the function of a signature; the default one, if empty.
 
         Raises:
@@ -104,6 +95,34 @@ class LoadedVersion:
     def default(self) -> str:
         """The signature that is meant where none is named."""
         return DEFAULT if DEFAULT in self.functions else next(iter(self.functions))
+
+
+def read_version(path: Path, cache: CompileCache) -> LoadedVersion[LoadedFunction]:
+    """Reads a version from its directory.
+
+    Args:
+      path: the directory.
+      cache: has the code of versions that were loaded before: what is called by the
+        same digest is not compiled again.
+
+    Raises:
+      ArtifactError: a file is damaged.
+      ProtocolError: this process cannot run the code.
+    """
+    manifest = read_manifest(path)
+    with wide_types():  # the manifest says what each array is
+        arrays = {n: jax.device_put(a) for n, a in read_arrays(path, manifest)}
+    functions: dict[str, LoadedFunction] = {}
+    for name, one in manifest.signatures.items():
+        code = SegmentCode(
+            one.program,
+            read_program(path, one.program),
+            manifest.platforms,
+            f"{path.parent.name}/{name}",
+        )
+        chosen = [arrays[argument] for argument in one.arguments]
+        functions[name] = LoadedFunction(one, cache.load(code), chosen)
+    return LoadedVersion(functions, read_example(path, manifest))
 
 
 @final
@@ -157,8 +176,8 @@ class ExportedModel:
         return self.manifest.nbytes
 
     @cached_property
-    def _loaded(self) -> LoadedVersion:
-        return LoadedVersion(self.path, CompileCache())
+    def _loaded(self) -> LoadedVersion[LoadedFunction]:
+        return read_version(self.path, CompileCache())
 
     def predict(self, x: Any, *, signature: str = "") -> dict[str, Array]:
         """Returns the outputs for a batch, by name.

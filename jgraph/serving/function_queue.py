@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, final
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -34,8 +34,10 @@ from jgraph.errors import (
     DeadlineError,
     JGError,
     MessageTooLargeError,
+    ModelNotReadyError,
     OverloadedError,
 )
+from jgraph.serving.answering import Answered, Function
 from jgraph.serving.exported_model import LoadedFunction
 from jgraph.serving.signature import Array
 from jgraph.serving.statistics import Statistics
@@ -54,15 +56,15 @@ class _Asked:
       rows: how many.
       came: when.
       answer: becomes its outputs.
-      parts: outputs of its pieces so far, by the first row.
+      parts: answers of its pieces so far, by the first row.
       waited_s: until its first piece ran; None: it waits.
     """
 
     inputs: list[Array]
     rows: int
     came: float
-    answer: "asyncio.Future[list[Array]]"
-    parts: dict[int, list[Array]] = field(default_factory=dict)
+    answer: "asyncio.Future[Answered]"
+    parts: dict[int, Answered] = field(default_factory=dict)
     waited_s: float | None = None
 
 
@@ -80,7 +82,7 @@ class FunctionQueue:
 
     def __init__(
         self,
-        function: LoadedFunction,
+        function: Function,
         limits: Limits,
         statistics: Statistics,
         clock: Clock,
@@ -111,15 +113,19 @@ class FunctionQueue:
             inputs = list(example)
             if self._function.signature.is_batched:
                 inputs = [np.repeat(one[:1], rows, axis=0) for one in example]
-            self._function(inputs)
+            self._try(inputs)
             began_s = self._clock.now()
-            self._function(inputs)
+            self._try(inputs)
             self._took_s[rows] = self._clock.now() - began_s
 
-    async def answer(
-        self, inputs: list[Array], rows: int, deadline: float
-    ) -> list[Array]:
-        """Returns the outputs for a request.
+    def _try(self, inputs: Sequence[Array]) -> None:
+        if isinstance(self._function, LoadedFunction):
+            self._function(inputs)
+        else:
+            self._function.prepare(inputs)
+
+    async def answer(self, inputs: list[Array], rows: int, deadline: float) -> Answered:
+        """Returns the answer for a request.
 
         Raises:
           OverloadedError: too much waits already.
@@ -127,13 +133,14 @@ class FunctionQueue:
           DeadlineError: its deadline passed first.
         """
         if rows == 0:
-            return [spec.empty() for spec in self._function.signature.outputs]
+            signature = self._function.signature
+            return Answered([spec.empty() for spec in signature.outputs])
         number, now = next(self._numbers), self._clock.now()
         future = asyncio.get_running_loop().create_future()
         self._asked[number] = asked = _Asked(inputs, rows, now, future)
         self._tell(Came(number, rows, deadline, now))
         try:
-            outputs = await asked.answer
+            answered = await asked.answer
         except (Exception, asyncio.CancelledError) as error:
             left_at = self._clock.now()
             if isinstance(error, Exception):
@@ -147,7 +154,7 @@ class FunctionQueue:
         self._statistics.success.add(self._clock.now() - now)
         self._statistics.rows += rows
         self._statistics.last_ms = int(self._wall.now() * 1000)
-        return outputs
+        return answered
 
     def _tell(self, event: Event) -> None:
         for instruction in self._machine.handle(event):
@@ -208,24 +215,33 @@ class FunctionQueue:
                 self._statistics.queue.add(asked.waited_s)
         ready = self._clock.now()
         self._statistics.compute_input.add(ready - began_s)
-        loop = asyncio.get_running_loop()
-        if self._took_s.get(run.bucket, SHORT_S) < SHORT_S:
+        loop, function = asyncio.get_running_loop(), self._function
+        future: asyncio.Future[Answered] | asyncio.Future[list[Array]]
+        if not isinstance(function, LoadedFunction):
+            future = loop.create_task(function.answer(inputs))
+        elif self._took_s.get(run.bucket, SHORT_S) < SHORT_S:
             try:
-                outputs: list[Array] | BaseException = self._function(inputs)
+                outputs: Answered | BaseException = Answered(function(inputs))
             except Exception as error:  # noqa: BLE001  # is told to whoever asked
                 outputs = error
             self._done(run, ready, outputs)
             # Not at once: requests that have come meanwhile are read first.
             loop.call_soon(self._free, run.slot)
             return
-        future = loop.run_in_executor(self._threads, self._function, inputs)
+        else:
+            future = loop.run_in_executor(self._threads, function, inputs)
         future.add_done_callback(partial(self._ended, run, ready))
 
-    def _ended(
-        self, run: Execute, began_s: float, future: "asyncio.Future[list[Array]]"
-    ) -> None:
-        error = future.exception()
-        self._done(run, began_s, future.result() if error is None else error)
+    def _ended(self, run: Execute, began_s: float, future: "asyncio.Future[Any]") -> None:
+        answered: Answered | BaseException
+        if future.cancelled():  # the server ends
+            answered = ModelNotReadyError("this server is about to end; ask another")
+        elif (error := future.exception()) is not None:
+            answered = error
+        else:
+            found = future.result()
+            answered = found if isinstance(found, Answered) else Answered(found)
+        self._done(run, began_s, answered)
         self._free(run.slot)
 
     def _free(self, slot: int) -> None:
@@ -249,7 +265,7 @@ class FunctionQueue:
         return together
 
     def _done(
-        self, run: Execute, began_s: float, outputs: list[Array] | BaseException
+        self, run: Execute, began_s: float, answered: Answered | BaseException
     ) -> None:
         took_s = self._clock.now() - began_s
         self._took_s[run.bucket] = took_s
@@ -259,23 +275,28 @@ class FunctionQueue:
         for piece in run.pieces:
             asked = self._asked.get(piece.request)
             if asked is not None and not asked.answer.done():
-                if isinstance(outputs, BaseException):
-                    asked.answer.set_exception(outputs)
+                if isinstance(answered, BaseException):
+                    asked.answer.set_exception(answered)
                 else:
-                    self._give(asked, piece, outputs, at)
+                    self._give(asked, piece, answered, at)
             at += piece.rows
 
-    def _give(self, asked: _Asked, piece: Piece, outputs: list[Array], at: int) -> None:
+    def _give(self, asked: _Asked, piece: Piece, answered: Answered, at: int) -> None:
+        if answered.refused:
+            mine = sorted(n for n in answered.refused if at <= n < at + piece.rows)
+            if mine:
+                asked.answer.set_exception(answered.refused[mine[0]])
+                return
         if not self._function.signature.is_batched:
-            asked.answer.set_result(outputs)
+            asked.answer.set_result(answered)
             return
-        mine = [one[at : at + piece.rows] for one in outputs]
+        outputs = [one[at : at + piece.rows] for one in answered.outputs]
+        part = Answered(outputs, answered.facts)
         if piece.rows == asked.rows:
-            asked.answer.set_result(mine)
+            asked.answer.set_result(part)
             return
-        asked.parts[piece.first] = mine
-        if sum(len(part[0]) for part in asked.parts.values()) == asked.rows:
-            parts = [asked.parts[first] for first in sorted(asked.parts)]
-            asked.answer.set_result(
-                [np.concatenate(one) for one in zip(*parts, strict=True)]
-            )
+        asked.parts[piece.first] = part
+        if sum(len(one.outputs[0]) for one in asked.parts.values()) == asked.rows:
+            parts = [asked.parts[first].outputs for first in sorted(asked.parts)]
+            whole = [np.concatenate(one) for one in zip(*parts, strict=True)]
+            asked.answer.set_result(Answered(whole, part.facts))

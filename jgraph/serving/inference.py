@@ -13,6 +13,7 @@ from jgraph.errors import (
     ModelNotReadyError,
     NotAllowedError,
 )
+from jgraph.serving.answering import Fact
 from jgraph.serving.served_model import ServedModel, ServedVersion
 from jgraph.serving.signature import Array, Signature, TensorSpec, short
 
@@ -29,10 +30,12 @@ class Answer:
     Attributes:
       version: that answered.
       outputs: what the signature says of each output, and its value.
+      facts: what is told beside them, as parameters.
     """
 
     version: int
     outputs: list[tuple[TensorSpec, Array]]
+    facts: Mapping[str, Fact]
 
 
 @final
@@ -116,7 +119,8 @@ class Models:
         deadline = now + min(timeout_s or version.timeout_s, _LONGEST_S)
         queue = version.queues[signature or version.loaded.default]
         found = await queue.answer(inputs, rows, deadline)
-        return Answer(version.number, [(one.outputs[n], found[n]) for n in places])
+        values_of = [(one.outputs[n], found.outputs[n]) for n in places]
+        return Answer(version.number, values_of, found.facts)
 
     def metadata(self, name: str, version: str) -> dict[str, Any]:
         """Returns what a model takes and gives, as the protocol has it.

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -25,12 +25,12 @@ from jgraph.errors import (
 from jgraph.rpc.grpc.listening import listen, server_options, stop_listening
 from jgraph.rpc.security.token import SERVE_NAME, Token, home, own_path
 from jgraph.runtime.compiled.compile_cache import CompileCache
+from jgraph.serving.answering import VersionSource
 from jgraph.serving.artifact import MODEL_NAME, versions_in
 from jgraph.serving.exported_model import named
 from jgraph.serving.inference import Models
-from jgraph.serving.labels import set_label
 from jgraph.serving.oip_grpc import InferenceService
-from jgraph.serving.served_model import ServedModel, model_row
+from jgraph.serving.served_model import ExportedVersions, ServedModel, model_row
 from jgraph.serving.signature import Array
 from jgraph.serving.statistics import EXTRA
 from jgraph.view import markup
@@ -51,7 +51,8 @@ class ModelServer:
     replaced go when their last request is answered. Ends with its ``with`` block.
 
     Args:
-      path: a directory of models, or one model.
+      path: a directory of models, or one model; None: only ``models``.
+      models: served as well, from elsewhere; ``run.serve`` makes one.
       http_port: 0: any that is free; None: no HTTP.
       grpc_port: likewise.
       bind: the address to listen at.
@@ -83,8 +84,9 @@ class ModelServer:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | None,
         *,
+        models: Sequence[VersionSource] = (),
         http_port: int | None = 0,
         grpc_port: int | None = 0,
         bind: str = "127.0.0.1",
@@ -96,7 +98,8 @@ class ModelServer:
         max_message: int = MAX_MESSAGE,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        self.path = Path(path).expanduser().absolute()
+        self.path = None if path is None else Path(path).expanduser().absolute()
+        self._sources = tuple(models)
         self._bind = bind
         self._tls = tls and tuple(Path(path).expanduser() for path in tls)
         self._watch_s = watch_s
@@ -122,7 +125,7 @@ class ModelServer:
             raise
 
     def _check(self, *, insecure_i_accept: bool) -> None:
-        if not self.path.is_dir():
+        if self.path is not None and not self.path.is_dir():
             raise ConfigError(
                 f"there is no directory {self.path}; export a model first"
             )
@@ -226,13 +229,20 @@ class ModelServer:
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
-        for path in await loop.run_in_executor(None, _models_in, self.path):
-            if path.name not in self._models.by_name:
-                self._models.by_name[path.name] = ServedModel(
-                    path, self._cache, self._clock, self._loader, self._threads
-                )
-        for model in list(self._models.by_name.values()):
-            model.tell(await loop.run_in_executor(None, model.look))
+        there = self._models.by_name
+        for one in self._sources:
+            if one.name not in there:
+                self._serve(one)
+        if self.path is not None:
+            for path in await loop.run_in_executor(None, _models_in, self.path):
+                if path.name not in there:
+                    self._serve(ExportedVersions(path, self._cache))
+        for model in list(there.values()):
+            model.tell(await loop.run_in_executor(None, model.source.look))
+
+    def _serve(self, source: VersionSource) -> None:
+        model = ServedModel(source, self._clock, self._loader, self._threads)
+        self._models.by_name[source.name] = model
 
     async def _settled(self) -> None:
         for model in list(self._models.by_name.values()):
@@ -345,7 +355,7 @@ class ModelServer:
         Raises:
           ArtifactError: no such version, or no label.
         """
-        set_label(self._models.model(model).path, label, version)
+        self._models.model(model).source.set_label(label, version)
         return self.refresh()
 
     def stop(self, drain_s: float = 0.0) -> None:

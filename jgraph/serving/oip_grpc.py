@@ -290,6 +290,9 @@ def _response(request: pb.ModelInferRequest, answer: Answer) -> pb.ModelInferRes
         model_version=str(answer.version),
         id=request.id,
     )
+    for name, fact in answer.facts.items():
+        kind = "string_param" if isinstance(fact, str) else "int64_param"
+        setattr(response.parameters[name], kind, fact)
     fields = [_CONTENTS.get(spec.datatype) for spec, _ in answer.outputs]
     are_raw = bool(request.raw_input_contents) or None in fields
     for field, (spec, value) in zip(fields, answer.outputs, strict=True):

@@ -502,10 +502,12 @@ def _response(
         else:
             tensor["data"] = as_list(spec, value.ravel())
         outputs.append(tensor)
-    body = {"model_name": name, "model_version": str(answer.version)}
-    text = json.dumps(
-        {**body, **({"id": number} if number else {}), "outputs": outputs}
-    )
+    body: dict[str, Any] = {"model_name": name, "model_version": str(answer.version)}
+    if number:
+        body["id"] = number
+    if answer.facts:
+        body["parameters"] = dict(answer.facts)
+    text = json.dumps({**body, "outputs": outputs})
     if not raw:
         return Response(text, media_type="application/json")
     head = text.encode()

@@ -16,6 +16,8 @@ from jgraph.errors import (
     ModelNotReadyError,
     NotAllowedError,
     OverloadedError,
+    RowIdError,
+    TaskLostError,
     TokenError,
 )
 from jgraph.rpc.security.token import Token
@@ -25,6 +27,8 @@ _CODES: Final[dict[type[JGError], tuple[grpc.StatusCode, int]]] = {
     ModelNotFoundError: (grpc.StatusCode.NOT_FOUND, 404),
     ModelNotReadyError: (grpc.StatusCode.UNAVAILABLE, 503),
     ModelInputError: (grpc.StatusCode.INVALID_ARGUMENT, 400),
+    RowIdError: (grpc.StatusCode.INVALID_ARGUMENT, 400),
+    TaskLostError: (grpc.StatusCode.UNAVAILABLE, 503),
     OverloadedError: (grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
     DeadlineError: (grpc.StatusCode.DEADLINE_EXCEEDED, 504),
     MessageTooLargeError: (grpc.StatusCode.RESOURCE_EXHAUSTED, 413),

@@ -35,10 +35,11 @@ from jgraph.errors import (
     ModelNotReadyError,
 )
 from jgraph.runtime.compiled.compile_cache import CompileCache
+from jgraph.serving.answering import Version, VersionSource
 from jgraph.serving.artifact import FILE, versions_in
-from jgraph.serving.exported_model import LoadedVersion
+from jgraph.serving.exported_model import read_version
 from jgraph.serving.function_queue import FunctionQueue
-from jgraph.serving.labels import Labels, read_labels
+from jgraph.serving.labels import Labels, read_labels, set_label
 from jgraph.serving.model_options import ModelOptions, read_options
 from jgraph.serving.statistics import Statistics
 
@@ -61,7 +62,7 @@ class ServedVersion:
     def __init__(
         self,
         number: int,
-        loaded: LoadedVersion,
+        loaded: Version,
         options: ModelOptions,
         clock: Clock,
         threads: Executor,
@@ -87,12 +88,54 @@ class ServedVersion:
 
 
 @final
+class ExportedVersions:
+    """The versions in the directory of a model; a ``VersionSource``.
+
+    Args:
+      path: the directory.
+      cache: compiled code of all models.
+    """
+
+    def __init__(self, path: Path, cache: CompileCache) -> None:
+        self.name = path.name
+        self.newest = _newest(path)
+        self._path = path
+        self._cache = cache
+        self._labels = Labels()
+        self._said = ""
+
+    def look(self) -> Listed:
+        """See ``VersionSource.look``."""
+        found = tuple(
+            number
+            for number in versions_in(self._path)
+            if (self._path / str(number) / FILE).is_file()
+        )
+        try:
+            self._labels, problem = read_labels(self._path), ""
+        except ArtifactError as error:  # the last good ones stay
+            problem = str(error)
+        if problem and problem != self._said:
+            _LOG.warning("The labels of %s stay as they were: %s", self.name, problem)
+        self._said = problem
+        return Listed(found, self._labels.targets, self._labels.split)
+
+    def load(self, version: int) -> tuple[Version, ModelOptions]:
+        """See ``VersionSource.load``."""
+        options = read_options(self._path)
+        return read_version(self._path / str(version), self._cache), options
+
+    def set_label(self, label: str, version: int | None) -> None:
+        """See ``VersionSource.set_label``."""
+        set_label(self._path, label, version)
+
+
+@final
 class ServedModel:
     """A model of a server; everything but loading happens in the event loop.
 
     Args:
-      path: its directory.
-      cache: compiled code of all models.
+      source: of its versions.
       clock: for deadlines.
       loader: loads versions, one at a time.
       threads: where long executions run.
@@ -100,25 +143,21 @@ class ServedModel:
 
     def __init__(
         self,
-        path: Path,
-        cache: CompileCache,
+        source: VersionSource,
         clock: Clock,
         loader: Executor,
         threads: Executor,
     ) -> None:
-        self.path = path
-        self.name = path.name
-        self._cache = cache
+        self.source = source
+        self.name = source.name
         self._clock = clock
         self._loader = loader
         self._threads = threads
-        self._machine = Versions(_newest(path))
+        self._machine = Versions(source.newest)
         self._table = Publish(())
         self._there: dict[int, ServedVersion] = {}
-        self._labels = Labels()
         self._draining: set[int] = set()
         self._loading: set[asyncio.Task[None]] = set()
-        self._said = ""
 
     @property
     def versions(self) -> Mapping[int, ServedVersion]:
@@ -139,22 +178,6 @@ class ServedModel:
     def pending(self) -> Mapping[str, int]:
         """Labels whose version cannot answer yet."""
         return self._machine.pending
-
-    def look(self) -> Listed:
-        """Returns what is in the directory now; for a thread, as it reads files."""
-        found = tuple(
-            number
-            for number in versions_in(self.path)
-            if (self.path / str(number) / FILE).is_file()
-        )
-        try:
-            self._labels, problem = read_labels(self.path), ""
-        except ArtifactError as error:  # the last good ones stay
-            problem = str(error)
-        if problem and problem != self._said:
-            _LOG.warning("The labels of %s stay as they were: %s", self.name, problem)
-        self._said = problem
-        return Listed(found, self._labels.targets, self._labels.split)
 
     def tell(self, event: Event) -> None:
         """Does what follows from an event."""
@@ -197,8 +220,7 @@ class ServedModel:
         self.tell(Loaded(version))
 
     def _loaded(self, version: int) -> ServedVersion:
-        options = read_options(self.path)
-        loaded = LoadedVersion(self.path / str(version), self._cache)
+        loaded, options = self.source.load(version)
         return ServedVersion(version, loaded, options, self._clock, self._threads)
 
     @contextmanager
@@ -283,8 +305,8 @@ class ServedModel:
         Raises:
           ModelNotReadyError: it cannot be loaded.
         """
-        listed = await asyncio.get_running_loop().run_in_executor(None, self.look)
-        self.tell(listed)
+        loop = asyncio.get_running_loop()
+        self.tell(await loop.run_in_executor(None, self.source.look))
         self.tell(LoadAsked())
         await self.settled()
         if not self.is_ready:

@@ -1,6 +1,5 @@
 """Export of trained models: versions that servers answer with, without user code."""
 
-import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +7,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import (
     Any,
-    Final,
     Literal,
     Protocol,
     TypeAlias,
@@ -51,16 +49,20 @@ from jgraph.serving.signature import (
     Signature,
     TensorSpec,
     check_dtype,
-    short,
 )
 from jgraph.train.hash_tables.hash_table import linen_tables, nnx_tables
 from jgraph.train.model.losses import positional
+from jgraph.train.model.served import (
+    Example,
+    called,
+    check_no_tables,
+    names_after_first,
+    outputs_of,
+    rows_independent,
+)
 from jgraph.train.model.trees import Tree, named_state, path_of, string_keys
 from jgraph.train.run.run import Predictor
 
-_LOG = logging.getLogger("jgraph.export")
-_ROWS: Final = (1, 4, 64)
-"""In how many rows' company a row is tried."""
 Call: TypeAlias = Callable[[Tree, Any, Callable[..., Any] | None], Any]
 
 
@@ -194,7 +196,7 @@ def export(
     targets = tuple(platforms or (platform,))
     with show_wait(f"exporting {where.name}"):
         source = _source(model, params)
-        call_example = _Example.of(example, batch=batch)
+        call_example = Example.of(example, batch=batch)
         arrays = _named_arrays(source.values)
         functions = {DEFAULT: fn, **(signatures or {})}
         exports: dict[str, Signature] = {}
@@ -207,7 +209,9 @@ def export(
                 segment = SegmentCode(signature.program, code, targets, name)
                 run = CompileCache().load(segment)
                 trial = LoadedFunction(signature, run, list(arrays.values()))
-                independent = _tried(trial, call_example, rtol, name)
+                independent = rows_independent(
+                    trial, signature, call_example, rtol, name
+                )
                 signature = replace(signature, rows_independent=independent, rtol=rtol)
             exports[name] = signature
             programs[signature.program] = code
@@ -262,22 +266,17 @@ def _is_function(model: Any) -> bool:
 
 
 def _of_trained(predictor: Predictor) -> _Source:
-    _check_no_tables(predictor.tables)
+    check_no_tables(predictor.tables)
 
     def call(values: Tree, x: Any, fn: Callable[..., Any] | None) -> Any:
-        if isinstance(x, tuple):
-            spread: Callable[..., Any] = lambda first, inputs: (
-                first(*inputs) if fn is None else fn(first, *inputs)
-            )
-            return predictor.predict(values["params"], values["state"], x, spread)
-        return predictor.predict(values["params"], values["state"], x, fn)
+        return called(predictor.predict, values["params"], values["state"], x, fn)
 
     values = {"params": predictor.params, "state": predictor.state}
-    return _Source(call, values, _names_after_first)
+    return _Source(call, values, names_after_first)
 
 
 def _of_nnx(model: nnx.Module) -> _Source:
-    _check_no_tables([str(table) for table in nnx_tables(model)])
+    check_no_tables([str(table) for table in nnx_tables(model)])
     parts: Any = nnx.split(model, nnx.RngState, ...)
     graph, rngs, state = parts
     values, back = named_state(state)
@@ -293,7 +292,7 @@ def _of_nnx(model: nnx.Module) -> _Source:
 
 
 def _of_linen(module: nn.Module, variables: Any) -> _Source:
-    _check_no_tables([str(table) for table in linen_tables(variables)])
+    check_no_tables([str(table) for table in linen_tables(variables)])
     values = string_keys(unfreeze(meta.unbox(variables)))
 
     def call(values: Tree, x: Any, fn: Callable[..., Any] | None) -> Any:
@@ -318,98 +317,6 @@ def _of_function(function: Callable[..., Any], params: Any) -> _Source:
     return _Source(call, values, lambda fn: positional(fn or function)[first:])
 
 
-def _names_after_first(fn: Callable[..., Any] | None) -> Sequence[str]:
-    if fn is None:
-        raise ArtifactError(
-            "an example of several arguments needs fn=, which names them: "
-            "fn=lambda model, user, item: model(user, item)"
-        )
-    return positional(fn)[1:]
-
-
-def _check_no_tables(tables: Sequence[str]) -> None:
-    if tables:
-        raise ArtifactError(
-            f"the model has the hash table {tables[0]:.80}, whose rows are found by "
-            "keys on parameter servers; such a model cannot be exported: export a "
-            "function of dense parameters"
-        )
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Example:
-    """A batch by names of inputs.
-
-    Attributes:
-      values: the arrays; without names yet, if it was a tuple.
-      batch: name of the size of axis 0; None: it is fixed.
-      kind: ``dict``, ``tuple`` or ``array``.
-    """
-
-    values: dict[str, Array]
-    batch: str | None
-    kind: str
-
-    @classmethod
-    def of(cls, example: Any, batch: str | None) -> "_Example":
-        kind, by_name = "array", {"x": example}
-        if isinstance(example, Mapping):
-            kind, by_name = "dict", dict(example)
-        elif isinstance(example, tuple | list):
-            kind, by_name = "tuple", {str(n): one for n, one in enumerate(example)}
-        if not by_name or not all(isinstance(name, str) for name in by_name):
-            raise ArtifactError("the example has no inputs with names; give a batch")
-        values = {name: _as_array(name, one) for name, one in by_name.items()}
-        if batch is not None:
-            sizes = {name: one.shape[:1] for name, one in values.items()}
-            if len(set(sizes.values())) > 1 or () in sizes.values():
-                counts = ", ".join(f"{n}: {values[n].shape}" for n in sizes)
-                raise ArtifactError(
-                    "the inputs of the example have different numbers of rows "
-                    f"({counts}); give examples along axis 0, equally many, or "
-                    "batch=None"
-                )
-            if (0,) in sizes.values():
-                raise ArtifactError("the example has no rows; give one at least")
-        return cls(values, batch, kind)
-
-    def called(self, names: Sequence[str]) -> "_Example":
-        """Returns it with names for the arguments of a tuple."""
-        if self.kind != "tuple":
-            return self
-        if len(names) < len(self.values):
-            raise ArtifactError(
-                f"the example has {len(self.values)} arguments and the function takes "
-                f"{len(names)}"
-            )
-        return replace(
-            self, values=dict(zip(names, self.values.values(), strict=False))
-        )
-
-    def rows(self, first: int, count: int) -> dict[str, Array]:
-        """Returns so many rows, from the beginning again where they end."""
-        places = np.arange(first, first + count)
-        return {name: one[places % len(one)] for name, one in self.values.items()}
-
-    def passed(self, inputs: Sequence[Any]) -> Any:
-        """Returns inputs in the form that the model takes."""
-        if self.kind == "dict":
-            return dict(zip(self.values, inputs, strict=True))
-        return tuple(inputs) if self.kind == "tuple" else inputs[0]
-
-
-def _as_array(name: str, value: Any) -> Array:
-    try:
-        array = np.asarray(jnp.asarray(value))
-    except (TypeError, ValueError) as error:
-        raise ArtifactError(
-            f"'{name}' of the example is no array of numbers ({error!s:.100})"
-        ) from error
-    check_dtype(f"input {name}", array.dtype.name)
-    return array
-
-
 def _named_arrays(values: Tree) -> dict[str, Array]:
     flat = jax.tree_util.tree_flatten_with_path(values)[0]
     return {"/".join(path_of(keys)) or "params": np.asarray(v) for keys, v in flat}
@@ -417,7 +324,7 @@ def _named_arrays(values: Tree) -> dict[str, Array]:
 
 def _exported(
     source: _Source,
-    example: _Example,
+    example: Example,
     fn: Callable[..., Any] | None,
     platforms: tuple[str, ...],
     arguments: list[str],
@@ -430,7 +337,7 @@ def _exported(
     def flat(*args: Any) -> list[Any]:
         values = jax.tree.unflatten(tree, args[: len(arguments)])
         inputs = call_example.passed(args[len(arguments) :])
-        outputs = _outputs(source.call(values, inputs, fn))
+        outputs = outputs_of(source.call(values, inputs, fn))
         names[:] = outputs
         return list(outputs.values())
 
@@ -465,22 +372,6 @@ def _exported(
         is_batched=call_example.batch is not None,
     )
     return signature, code
-
-
-def _outputs(result: Any) -> dict[str, Any]:
-    if isinstance(result, Mapping):
-        outputs = {str(name): value for name, value in result.items()}
-    elif isinstance(result, tuple | list):
-        outputs = {f"y_{n}": value for n, value in enumerate(result)}
-    else:
-        outputs = {"y": result}
-    try:
-        return {name: jnp.asarray(value) for name, value in outputs.items()}
-    except (TypeError, ValueError) as error:
-        raise ArtifactError(
-            "the function returns what is no array; return an array, a tuple of "
-            "arrays, or a dict of them"
-        ) from error
 
 
 def _output(name: str, aval: Any, batch: str | None) -> TensorSpec:
@@ -580,58 +471,3 @@ def _check_equation(equation: Any, line: str) -> None:
             "draw each time; take dropout away with deterministic=True, or give the "
             "random numbers as an input"
         )
-
-
-def _tried(function: LoadedFunction, example: _Example, rtol: float, name: str) -> bool:
-    """Whether rows have the same answers among others; says so if not."""
-    if example.batch is None:
-        function(list(example.values.values()))
-        return False
-    rng = np.random.default_rng(0)
-    rows = example.rows(0, 3)
-    alone = [
-        function([one[row : row + 1] for one in rows.values()]) for row in range(3)
-    ]
-    for count in _ROWS[1:]:
-        among = [_among(one, count, rng) for one in rows.values()]
-        for row in range(3):
-            place = int(rng.integers(count))
-            for array, one in zip(among, rows.values(), strict=True):
-                array[place] = one[row]
-            for spec, answer, reference in zip(
-                function.signature.outputs, function(among), alone[row], strict=True
-            ):
-                if not _is_close(answer[place], reference[0], rtol):
-                    _LOG.warning(
-                        "%s: '%s' of a row depends on the rows beside it (%s alone, %s "
-                        "among %d), so servers will compute each request alone.",
-                        name,
-                        spec.name,
-                        short(np.ravel(reference[0]).tolist()),
-                        short(np.ravel(answer[place]).tolist()),
-                        count,
-                    )
-                    return False
-    return True
-
-
-def _among(values: Array, count: int, rng: np.random.Generator) -> Array:
-    """Returns rows to try others among: copies, zeros, and noise where it is allowed.
-
-    Whole numbers may be ids, of which only those of the example are known to be good.
-    """
-    rows = values[rng.integers(len(values), size=count)].copy()
-    if np.issubdtype(values.dtype, np.floating):
-        rows[::3] = 0
-        rows[1::3] += rng.standard_normal(rows[1::3].shape).astype(values.dtype)
-    return rows
-
-
-def _is_close(answer: Array, reference: Array, rtol: float) -> bool:
-    answer64, reference64 = (np.asarray(one, np.float64) for one in (answer, reference))
-    scale = float(
-        np.max(np.abs(reference64), initial=0.0, where=np.isfinite(reference64))
-    )
-    return np.allclose(
-        answer64, reference64, rtol=rtol, atol=rtol * scale, equal_nan=True
-    )

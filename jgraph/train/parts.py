@@ -89,6 +89,11 @@ class TrainerBuild:
         """Whether they exist by now."""
         return self._parts is not None
 
+    @property
+    def cluster(self) -> Cluster | None:
+        """Where the variables are; None: in this process."""
+        return self._config.cluster
+
     def build(self, data: Dataset | None = None) -> Built:
         """Returns the parts, made of this data if they have to be.
 

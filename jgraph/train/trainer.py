@@ -33,6 +33,7 @@ from jgraph.train.fit import (
     one_of,
     wait_or_stop,
 )
+from jgraph.train.live.live_model import LiveModel
 from jgraph.train.model.adapters import Model
 from jgraph.train.model.losses import Loss
 from jgraph.train.model.optimizer import Optimizer, unwrapped
@@ -359,6 +360,22 @@ class Trainer:
     def predictor(self) -> Predictor:
         """Returns the model as it is now as a function; ``jg.export`` takes it."""
         return self._state.predictor_of(None)
+
+    @short_traceback
+    def serve(
+        self,
+        name: str,
+        example: Any,
+        *,
+        fn: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> LiveModel:
+        """Answers requests with the model as it is at each moment; see ``Run.serve``.
+
+        Raises:
+          JGError: as ``Run.serve``.
+        """
+        return self._state.serve(name, example, fn, options)
 
     @short_traceback
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:

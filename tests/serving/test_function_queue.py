@@ -65,7 +65,7 @@ def test_requests_that_run_together_get_their_own_rows() -> None:
     rows = [1, 2, 1, 3, 9]
     answers, gate, statistics = answered(rows, Limits(max_rows=8, buckets=(1, 8)))
     for number, (count, answer) in enumerate(zip(rows, answers, strict=True)):
-        assert answer[0].tolist() == [number * 2.0] * count
+        assert answer.outputs[0].tolist() == [number * 2.0] * count
     assert len(gate.sizes) < len(rows)
     assert set(gate.sizes) <= {1, 8}
     assert statistics.success.count == len(rows)
@@ -92,7 +92,7 @@ def test_an_error_of_the_code_is_told_to_all_of_its_batch_and_ends_nothing() -> 
     gate = Broken()
     gate.open.set()
 
-    async def ask() -> list[Any]:
+    async def ask() -> Any:
         with ThreadPoolExecutor(1) as threads:
             queue = FunctionQueue(
                 LoadedFunction(SIGNATURE, gate, ()),
@@ -106,7 +106,7 @@ def test_an_error_of_the_code_is_told_to_all_of_its_batch_and_ends_nothing() -> 
                 await queue.answer([x], 1, deadline)
             return await queue.answer([x], 1, deadline)
 
-    assert asyncio.run(ask())[0].tolist() == [2.0]
+    assert asyncio.run(ask()).outputs[0].tolist() == [2.0]
 
 
 def test_the_rest_of_a_request_whose_first_rows_failed_is_dropped() -> None:
@@ -120,7 +120,7 @@ def test_the_rest_of_a_request_whose_first_rows_failed_is_dropped() -> None:
     gate = Broken()
     gate.open.set()
 
-    async def ask() -> list[Any]:
+    async def ask() -> Any:
         with ThreadPoolExecutor(1) as threads:
             limits = Limits(max_rows=2, buckets=(1, 2))
             function = LoadedFunction(SIGNATURE, gate, ())
@@ -132,4 +132,4 @@ def test_the_rest_of_a_request_whose_first_rows_failed_is_dropped() -> None:
                 await queue.answer([np.full(9, -1, np.float32)], 9, deadline)
             return await queue.answer([np.ones(1, np.float32)], 1, deadline)
 
-    assert asyncio.run(ask())[0].tolist() == [2.0]
+    assert asyncio.run(ask()).outputs[0].tolist() == [2.0]

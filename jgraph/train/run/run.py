@@ -1,7 +1,7 @@
 """Run: a handle on training with its metrics, its results and a way to stop it."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
@@ -14,6 +14,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.runtime.data.batches import Array
 from jgraph.train.data.data import Data
 from jgraph.train.data.source import Source
+from jgraph.train.live.live_model import LiveModel
 from jgraph.train.run.history import History
 from jgraph.train.run.members import RunMembers
 from jgraph.train.run.plot import Plot
@@ -85,6 +86,15 @@ class Result(Protocol):
         batch_size: int,
     ) -> dict[str, float]:
         """Evaluates the model of these variable values; None: those of now."""
+
+    def serve(
+        self,
+        name: str,
+        example: Any,
+        fn: Callable[..., Any] | None,
+        options: Mapping[str, Any],
+    ) -> LiveModel:
+        """Answers requests with the model of now, all the time."""
 
 
 @final
@@ -306,6 +316,44 @@ class Run:
     def evaluate(self, data: Data | Source, batch_size: int = 256) -> dict[str, float]:
         """Returns the loss and the Trainer's metrics on ``data``; see Trainer."""
         return self._result.evaluate_values(self._outcome.values, data, batch_size)
+
+    @short_traceback
+    def serve(
+        self,
+        name: str,
+        example: Any,
+        *,
+        fn: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> LiveModel:
+        """Answers requests with the model while it is trained; see ``LiveModel``.
+
+        Dense parameters are copied every ``refresh_s``. Rows of tables that the model
+        only looks up are asked for at each request, from the parameter servers that
+        train them: an update that was applied is in the next answer. Each answer has
+        the parameters ``jgraph_step``, ``jgraph_age_ms``, and ``jgraph_rows``:
+        ``"live"`` or ``"cache"``. When the run has ended it goes on with what came out.
+
+        Args:
+          name: what the model is called: ``/v2/models/NAME/infer``.
+          example: a batch as the model takes it; as for ``jg.export``.
+          fn: called in place of the model, as in ``Trainer.predict``; a dict that it
+            returns names the outputs.
+          **options: ``refresh_s`` (1.0): seconds between copies. ``on_loss``: what
+            becomes of requests while a parameter server is away: ``"stale"`` answers
+            with what is known of it, ``"error"`` refuses with 503 and ``JG-132``.
+            ``cache_rows`` (100,000): rows of each table that are kept for that.
+            ``max_share`` (0.5): the part of their time for which parameter servers may
+            have a lookup of this model under way; more requests are put together.
+            ``max_rows`` (64): of one execution. ``rtol`` (1e-5): as for ``jg.export``.
+            All others are those of ``jg.ModelServer``: ``http_port``, ``grpc_port``, ….
+
+        Raises:
+          ArtifactError: the model cannot be served so; says why.
+          ConfigError: an option means nothing.
+          ClusterError: a parameter server does not answer.
+        """
+        return self._result.serve(name, example, fn, options)
 
     if not TYPE_CHECKING:
         __getattr__ = hints.hinting(hints.RUN)

@@ -1,8 +1,9 @@
 """Training state that a Trainer and its runs share: values, model, position."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 from jgraph.cluster.wait_message import show_wait
 from jgraph.errors import DeadlineError
@@ -10,10 +11,13 @@ from jgraph.train.attempt import save_to
 from jgraph.train.data.data import Data, Dataset
 from jgraph.train.data.source import Source, as_source_or_dataset
 from jgraph.train.evaluation.evaluations import Copy, Evaluation
+from jgraph.train.live.live_model import LiveModel, LiveOptions, serve_live
 from jgraph.train.parts import TrainerBuild
 from jgraph.train.run.members import RunMembers
 from jgraph.train.run.run import Predictor
 from jgraph.train.state.runner import Events, Position, Staleness
+
+LIVE_OPTIONS: Final = frozenset(field.name for field in fields(LiveOptions))
 
 
 @final
@@ -130,6 +134,28 @@ class TrainingState:
             metrics = evaluator.evaluate(tree, dataset, batch_size)
             copy = Copy(values, tree, position) if whole else None
             return Evaluation(int(tree["global_step"]), metrics, copy)
+
+    def serve(
+        self,
+        name: str,
+        example: Any,
+        fn: Callable[..., Any] | None,
+        options: Mapping[str, Any],
+    ) -> LiveModel:
+        """See ``Result.serve``."""
+        step, runner, _ = self._parts.build()
+        ours = {n: options[n] for n in LIVE_OPTIONS if n in options}
+        theirs = {n: value for n, value in options.items() if n not in ours}
+        return serve_live(
+            name,
+            example,
+            fn,
+            LiveOptions(**ours),
+            step=step,
+            state=runner.state,
+            cluster=self._parts.cluster,
+            **theirs,
+        )
 
     def load_values(self, values: Sequence[Any], position: Position) -> None:
         """See ``Result.load_values``."""

@@ -1,0 +1,529 @@
+"""Parameters of a run where they are served: copies of dense ones, rows as they are.
+
+Each parameter server is asked directly, by programs that need no other task: one reads
+all its dense parameters, at one moment, and one looks rows of its tables up. So whether
+another server, or the master, is there changes nothing.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, Protocol, TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgraph.client.cluster import Cluster
+from jgraph.client.values import in_pieces, joined, types_of, values_of
+from jgraph.clock import Clock
+from jgraph.cluster.deadlines import bulk_timeout_s
+from jgraph.errors import ClusterBusyError, JGError, OverloadedError
+from jgraph.graph.ir import TaskName, VariableKey
+from jgraph.graph.rows.rows import Layout
+from jgraph.graph.tracing.trace import trace
+from jgraph.graph.variable import Variable
+from jgraph.plan.placement.spread import nbytes_of
+from jgraph.plan.program.program import Program
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
+from jgraph.train.live.row_cache import RowCache
+from jgraph.train.state.placement import plan_on
+from jgraph.train.state.runner import RunState
+
+_LOG = logging.getLogger("jgraph.serving")
+Array: TypeAlias = np.ndarray[Any, Any]
+LOOKUP_S: Final = 2.0
+"""A parameter server that has not answered a lookup by then counts as lost."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DenseCopy:
+    """Parameters that are not looked up by rows, and state, of one moment.
+
+    Attributes:
+      values: by name of the variable.
+      step: updates that had been applied.
+      at: when it was taken.
+    """
+
+    values: Mapping[str, jax.Array]
+    step: int
+    at: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """Rows of a table.
+
+    Attributes:
+      rows: ``[n, …]``, of the ids that were asked for; zeros where there are none.
+      found: which of them there are.
+      from_cache: some of them are as they were, not as they are.
+    """
+
+    rows: Array
+    found: Array
+    from_cache: bool
+
+
+class Parameters(Protocol):
+    """Where a served model's parameters come from."""
+
+    @property
+    def copy(self) -> DenseCopy:
+        """The newest copy of the dense ones."""
+
+    @property
+    def lost(self) -> Mapping[TaskName, JGError]:
+        """Tasks that do not answer, and what they were lost with."""
+
+    async def refresh(self) -> None:
+        """Takes a new copy; an error is kept in ``lost``, and the copy as it was."""
+
+    async def rows(self, wanted: Mapping[str, Array]) -> dict[str, TableRows]:
+        """Returns rows of tables, by their ids, each of which is there once."""
+
+    def close(self) -> None:
+        """Drops what is held for this on other tasks."""
+
+
+@final
+class LocalParameters:
+    """Parameters that are in this process.
+
+    Args:
+      state: of the training.
+      names: of its variables.
+      threads: where it is read.
+      clock: for ages.
+    """
+
+    def __init__(
+        self, state: RunState, names: Sequence[str], threads: Executor, clock: Clock
+    ) -> None:
+        self._state = state
+        self._names = names
+        self._threads = threads
+        self._clock = clock
+        self._copy: DenseCopy | None = None
+        self.lost: Mapping[TaskName, JGError] = {}
+
+    @property
+    def copy(self) -> DenseCopy:
+        """See ``Parameters.copy``."""
+        assert self._copy is not None  # refreshed before it is served
+        return self._copy
+
+    async def refresh(self) -> None:
+        """See ``Parameters.refresh``."""
+        loop = asyncio.get_running_loop()
+        self._copy = await loop.run_in_executor(self._threads, self._read)
+
+    def _read(self) -> DenseCopy:
+        at = self._clock.now()
+        values = self._state.values(model_only=True)
+        named = dict(zip(self._names, values, strict=True))
+        dense = {name: jnp.array(v) for name, v in named.items() if v is not None}
+        return DenseCopy(dense, int(named["global_step"]), at)
+
+    async def rows(self, wanted: Mapping[str, Array]) -> dict[str, TableRows]:
+        """See ``Parameters.rows``."""
+        raise AssertionError("no table is looked up by rows in this process")
+
+    def close(self) -> None:
+        """See ``Parameters.close``."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LiveTable:
+    """A parameter of which rows are looked up.
+
+    Attributes:
+      variable: on parameter servers.
+      counts: ids of one lookup at most, for each size that programs are made for.
+    """
+
+    variable: Variable
+    counts: tuple[int, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """How its rows lie on parameter servers."""
+        sharding = self.variable.spec.sharding
+        if sharding is None:
+            return Layout((self.variable.shape[0],))
+        return sharding.layout
+
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether its shards have whole rows."""
+        sharding = self.variable.spec.sharding
+        return sharding is None or sharding.axis == 0
+
+
+@final
+@dataclass(slots=True)
+class _Server:
+    """A parameter server.
+
+    Attributes:
+      task: which.
+      dense: shards of dense variables that it has.
+      shards: (table, number, variable) of shards of tables that it has.
+      reads: programs that read ``dense``, one after the other.
+      lookups: a program for each size.
+      handles: of all of them once they are registered, in this order.
+      address: where it is then.
+      error: what it was lost with; None: it answers.
+    """
+
+    task: TaskName
+    dense: list[Variable] = field(default_factory=list)
+    shards: list[tuple[str, int, Variable]] = field(default_factory=list)
+    reads: list[Program] = field(default_factory=list)
+    lookups: list[Program] = field(default_factory=list)
+    handles: list[str] = field(default_factory=list)
+    address: str = ""
+    error: JGError | None = None
+
+
+@final
+class RemoteParameters:
+    """Parameters on the parameter servers of a cluster.
+
+    Args:
+      cluster: where they are.
+      dense: variables of which copies are served.
+      count: the variable that counts updates.
+      tables: those of which rows are looked up.
+      cache_rows: of each table, rows that are kept for when its server is lost.
+      threads: where what blocks is done.
+      clock: for ages.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        dense: Sequence[Variable],
+        count: Variable,
+        tables: Mapping[str, LiveTable],
+        cache_rows: int,
+        threads: Executor,
+        clock: Clock,
+    ) -> None:
+        self._cluster = cluster
+        self._session = cluster.session()
+        self._threads = threads
+        self._clock = clock
+        self._count = count
+        self._dense = [*dense, count]
+        self._tables = tables
+        self._container = f"{count.spec.container}/serve-{secrets.token_hex(4)}"
+        self._holds_copies = False
+        self._copy: DenseCopy | None = None
+        self._caches = {
+            name: RowCache(
+                table.variable.shape[0],
+                cache_rows,
+                tuple(table.variable.shape[1:]),
+                np.dtype(table.variable.dtype),
+            )
+            for name, table in tables.items()
+            if cache_rows
+        }
+        self._servers = self._found()
+
+    @property
+    def copy(self) -> DenseCopy:
+        """See ``Parameters.copy``."""
+        assert self._copy is not None  # refreshed before it is served
+        return self._copy
+
+    @property
+    def lost(self) -> Mapping[TaskName, JGError]:
+        """See ``Parameters.lost``."""
+        return {s.task: s.error for s in self._servers.values() if s.error is not None}
+
+    # ------------------------------------------------------------ programs
+
+    def _found(self) -> dict[TaskName, _Server]:
+        """Returns who has what, and the programs that ask for it."""
+        variables = [*self._dense, *(t.variable for t in self._tables.values())]
+        tasks = self._session.variable_tasks(variables)
+        servers: dict[TaskName, _Server] = {}
+
+        def at(shard: Variable) -> _Server:
+            task = tasks[shard.spec.key]
+            return servers.setdefault(task, _Server(task))
+
+        for variable in self._dense:
+            for shard in variable.shards:
+                at(shard).dense.append(shard)
+        for name, table in self._tables.items():
+            for number, shard in enumerate(table.variable.shards):
+                at(shard).shards.append((name, number, shard))
+        sizes = range(max((len(t.counts) for t in self._tables.values()), default=0))
+        for server in servers.values():
+            server.reads = self._reads(server)
+            if server.shards:
+                server.lookups = [self._lookup(server, size) for size in sizes]
+        return servers
+
+    def _program(
+        self,
+        server: _Server,
+        name: str,
+        fn: Callable[..., Any],
+        variables: Sequence[Variable],
+        *args: Any,
+    ) -> Program:
+        with types_of(variables):
+            graph, _ = trace(fn, *args, variables=variables, name=name)
+            return plan_on(self._cluster, graph, server.task).program
+
+    def _reads(self, server: _Server) -> list[Program]:
+        """Returns what reads all that is dense there; of one moment, if it is much."""
+        shards = server.dense
+        pieces = in_pieces(shards)
+
+        def read(piece: Sequence[Variable]) -> Program:
+            return self._program(server, "serve_read", partial(values_of, piece), piece)
+
+        if len(pieces) <= 1:
+            return [read(piece) for piece in pieces]
+        copies = [self._beside(server, shard) for shard in shards]
+        self._holds_copies = True
+
+        def copy() -> None:
+            values = values_of(shards)
+            for one, value in zip(copies, values, strict=True):
+                one[...] = value
+
+        first = self._program(server, "serve_copy", copy, [*shards, *copies])
+        return [first, *(read(piece) for piece in in_pieces(copies))]
+
+    def _beside(self, server: _Server, shard: Variable) -> Variable:
+        # Never initialised: the copy is what writes it first.
+        return Variable(
+            shard.name,
+            (shard.shape, shard.dtype, None),
+            device=server.task,
+            container=self._container,
+        )
+
+    def _lookup(self, server: _Server, size: int) -> Program:
+        shards = [shard for _, _, shard in server.shards]
+        ids = [
+            jax.ShapeDtypeStruct((self._tables[name].counts[size],), jnp.int32)
+            for name, _, _ in server.shards
+        ]
+
+        def lookup(*ids: Any) -> list[Any]:
+            return [s[i] for s, i in zip(shards, ids, strict=True)]
+
+        return self._program(server, "serve_rows", lookup, shards, *ids)
+
+    def _register(self, server: _Server) -> None:
+        """Gives a server its programs; it may have been started again."""
+        for handle in server.handles:
+            with suppress(JGError, ValueError):
+                self._session.unregister(handle)
+        server.handles = []
+        programs = [*server.reads, *server.lookups]
+        server.handles = [self._session.register(one) for one in programs]
+        server.address = self._cluster.find(server.task)
+
+    async def _run(
+        self, server: _Server, handle: str, arrays: Sequence[Array], timeout_s: float
+    ) -> Sequence[Any]:
+        order = pb.RunStep(handle=handle, timeout_s=timeout_s)
+        reply = await self._cluster.transport.ask(
+            server.address,
+            "RunStep",
+            frame(run_step=order, tensors=arrays),
+            timeout_s=timeout_s + 1,
+        )
+        return reply.tensors
+
+    # ------------------------------------------------------------ dense copies
+
+    async def refresh(self) -> None:
+        """See ``Parameters.refresh``."""
+        at = self._clock.now()
+        read = await asyncio.gather(*map(self._read, self._servers.values()))
+        if None in read:
+            return
+        values: dict[VariableKey, Any] = {}
+        for one in read:
+            values |= one or {}
+        dense = {v.name: jnp.asarray(joined(v, values)) for v in self._dense}
+        step = int(dense.pop(self._count.name))
+        self._copy = DenseCopy(dense, step, at)
+
+    async def _read(self, server: _Server) -> dict[VariableKey, Any] | None:
+        loop = asyncio.get_running_loop()
+        nbytes = sum(nbytes_of(shard.spec) for shard in server.dense)
+        try:
+            if server.error is not None or not server.handles:
+                await loop.run_in_executor(self._threads, self._register, server)
+            found: list[Any] = []
+            for handle in server.handles[: len(server.reads)]:
+                timeout_s = LOOKUP_S + bulk_timeout_s(nbytes)
+                found += await self._run(server, handle, (), timeout_s)
+        except ClusterBusyError:
+            return None  # it trains; the next copy is as good
+        except JGError as error:
+            self._lose(server, error)
+            return None
+        if server.error is not None:
+            _LOG.info("%s answers again.", server.task)
+        server.error = None
+        keys = [shard.spec.key for shard in server.dense]
+        return dict(zip(keys, found, strict=True))
+
+    def _lose(self, server: _Server, error: JGError) -> None:
+        if server.error is None:
+            _LOG.warning(
+                "%s does not answer, and what is served of it stays as it was: %s",
+                server.task,
+                error,
+            )
+        server.error = error
+
+    # ------------------------------------------------------------ rows
+
+    async def rows(self, wanted: Mapping[str, Array]) -> dict[str, TableRows]:
+        """See ``Parameters.rows``."""
+        found: dict[str, TableRows] = {}
+        places: dict[str, list[tuple[Array, Array]]] = {}
+        for name, ids in wanted.items():
+            variable, count = self._tables[name].variable, len(ids)
+            rows = np.zeros((count, *variable.shape[1:]), np.dtype(variable.dtype))
+            found[name] = TableRows(rows, np.zeros(count, bool), from_cache=False)
+            places[name] = _split(self._tables[name].layout, ids)
+        await asyncio.gather(
+            *(
+                self._look_up(server, places, found)
+                for server in self._servers.values()
+                if any(len(places[name][n][0]) for name, n, _ in server.shards)
+            )
+        )
+        return {n: self._with_cache(n, wanted[n], one) for n, one in found.items()}
+
+    async def _look_up(
+        self,
+        server: _Server,
+        places: Mapping[str, list[tuple[Array, Array]]],
+        found: Mapping[str, TableRows],
+    ) -> None:
+        """Puts the rows that a server has into ``found``; none if it is lost."""
+        if server.error is not None or not server.handles:
+            return
+        size = self._size(server, places)
+        handle = server.handles[len(server.reads) + size]
+        rounds = max(
+            -(-len(places[name][n][0]) // self._tables[name].counts[size])
+            for name, n, _ in server.shards
+        )
+        try:
+            for number in range(rounds):
+                await self._look_up_part(server, handle, size, number, places, found)
+        except ClusterBusyError as error:
+            raise OverloadedError(
+                f"{server.task} has too many calls, and training goes first; send the "
+                "request again in 1 s",
+                retry_after_s=1,
+            ) from error
+        except JGError as error:
+            self._lose(server, error)
+
+    def _size(
+        self, server: _Server, places: Mapping[str, list[tuple[Array, Array]]]
+    ) -> int:
+        """Returns which program takes so many ids; the largest, if none does."""
+        sizes = range(len(server.lookups))
+        fitting = (
+            size
+            for size in sizes
+            if all(
+                len(places[name][n][0]) <= self._tables[name].counts[size]
+                for name, n, _ in server.shards
+            )
+        )
+        return next(fitting, sizes[-1])
+
+    async def _look_up_part(
+        self,
+        server: _Server,
+        handle: str,
+        size: int,
+        part: int,
+        places: Mapping[str, list[tuple[Array, Array]]],
+        found: Mapping[str, TableRows],
+    ) -> None:
+        arrays, where = [], []
+        for name, number, shard in server.shards:
+            count = self._tables[name].counts[size]
+            of_part = slice(part * count, (part + 1) * count)
+            positions, rows = (one[of_part] for one in places[name][number])
+            local = np.full(count, shard.shape[0], np.int32)
+            local[: len(rows)] = rows
+            arrays.append(local)
+            where.append(positions)
+        results = await self._run(server, handle, arrays, LOOKUP_S)
+        for (name, _, _), positions, rows in zip(
+            server.shards, where, results, strict=True
+        ):
+            found[name].rows[positions] = np.asarray(rows)[: len(positions)]
+            found[name].found[positions] = True
+
+    def _with_cache(self, name: str, ids: Array, live: TableRows) -> TableRows:
+        cache = self._caches.get(name)
+        if cache is None:
+            return live
+        if live.found.all():
+            cache.put(ids, live.rows)
+            return live
+        cache.put(ids[live.found], live.rows[live.found])
+        missing = ~live.found
+        rows, found = cache.get(ids[missing])
+        live.rows[missing], live.found[missing] = rows, found
+        return TableRows(live.rows, live.found, from_cache=bool(found.any()))
+
+    def close(self) -> None:
+        """See ``Parameters.close``."""
+        with suppress(JGError):
+            self._session.close()
+        if self._holds_copies:
+            with suppress(JGError):
+                self._cluster.reset(self._container)
+
+
+def _split(layout: Layout, ids: Array) -> list[tuple[Array, Array]]:
+    """Returns, for each shard, the positions of its ids, and its rows.
+
+    Example:
+      >>> parts = _split(Layout((3, 2)), np.array([1, 4]))
+      >>> [(places.tolist(), rows.tolist()) for places, rows in parts]
+      [([0], [1]), ([1], [1])]
+      >>> _split(Layout((3, 2), "mod"), np.array([1, 4]))[0]
+      (array([1]), array([2]))
+    """
+    if layout.kind == "mod":
+        shard, rows = ids % layout.shards, ids // layout.shards
+    else:
+        ends = np.cumsum(layout.sizes)
+        shard = np.searchsorted(ends, ids, side="right")
+        rows = ids - np.concatenate([[0], ends])[shard]
+    numbers: Iterable[int] = range(layout.shards)
+    where = [np.flatnonzero(shard == number) for number in numbers]
+    return [(places, rows[places]) for places in where]
