@@ -58,7 +58,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     models = tmp_path_factory.mktemp("models")
     exported = jg.export(lambda x: {EVIL: x}, X, models / "evil")
     models_server = jg.serve(models)
-    live = run.serve(EVIL_MODEL, X, http_port=None, max_rows=1)
+    live = run.serve("live", X, http_port=None, max_rows=1)
 
     def step(x: Any) -> Any:
         variable[...] = variable[...] * x
@@ -187,7 +187,14 @@ NO_OBJECTS = {
 SHOWN = [
     *sorted(set(jg.__all__) - NO_OBJECTS.keys()),
     *("Session.make_callable", "Session.run_metadata", "Session.plan", "Run"),
-    *("Run.members", "Run.profile", "Run.serve", "Trainer.plan", "Cluster.status", "Cluster.events"),
+    *(
+        "Run.members",
+        "Run.profile",
+        "Run.serve",
+        "Trainer.plan",
+        "Cluster.status",
+        "Cluster.events",
+    ),
     *(
         "Cluster.dashboard",
         "Cluster.runs",

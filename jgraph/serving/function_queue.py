@@ -232,7 +232,9 @@ class FunctionQueue:
             future = loop.run_in_executor(self._threads, function, inputs)
         future.add_done_callback(partial(self._ended, run, ready))
 
-    def _ended(self, run: Execute, began_s: float, future: "asyncio.Future[Any]") -> None:
+    def _ended(
+        self, run: Execute, began_s: float, future: "asyncio.Future[Any]"
+    ) -> None:
         answered: Answered | BaseException
         if future.cancelled():  # the server ends
             answered = ModelNotReadyError("this server is about to end; ask another")

@@ -13,7 +13,7 @@ from jgraph.errors import ConfigError
 
 @final
 class LookupShare:
-    """State machine of the lookups of one model.
+    """Seconds that lookups of one model were under way, less what they may take.
 
     Args:
       most: of the time, above 0 and at most 1.

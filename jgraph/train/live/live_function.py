@@ -25,7 +25,8 @@ from jgraph.errors import ArtifactError, JGError, RowIdError, TaskLostError
 from jgraph.graph.rows.rows import NO_ID, id_text
 from jgraph.serving.answering import Answered
 from jgraph.serving.signature import Array, Signature, TensorSpec, check_dtype
-from jgraph.train.live.parameters import DenseCopy, Parameters, TableRows
+from jgraph.train.live.parameters import DenseCopy, Parameters
+from jgraph.train.live.table_rows import TableRows
 from jgraph.train.model.adapters import Adapter
 from jgraph.train.model.served import Example, called, names_after_first, outputs_of
 from jgraph.train.step.train_step import TrainStep
@@ -404,7 +405,7 @@ class LiveFunction:
     ) -> dict[int, JGError]:
         refused: dict[int, JGError] = {}
         for place, (table, one) in enumerate(zip(code.tables, ids, strict=True)):
-            missing = one.unique[~rows[table.name].found]
+            missing = one.unique[~rows[table.name].is_there]
             if len(missing):
                 refused |= dict.fromkeys(
                     self._with_ids(place, missing, inputs), self._missing(table)

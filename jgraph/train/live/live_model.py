@@ -29,11 +29,11 @@ from jgraph.train.live.live_function import (
     counts_for,
 )
 from jgraph.train.live.parameters import (
-    LiveTable,
     LocalParameters,
     Parameters,
     RemoteParameters,
 )
+from jgraph.train.live.table_rows import LiveTable
 from jgraph.train.model.served import Example, rows_independent
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import RunState

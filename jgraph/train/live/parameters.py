@@ -8,7 +8,7 @@ another server, or the master, is there changes nothing.
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,14 +25,18 @@ from jgraph.clock import Clock
 from jgraph.cluster.deadlines import bulk_timeout_s
 from jgraph.errors import ClusterBusyError, JGError, OverloadedError
 from jgraph.graph.ir import TaskName, VariableKey
-from jgraph.graph.rows.rows import Layout
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.placement.spread import nbytes_of
 from jgraph.plan.program.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
-from jgraph.train.live.row_cache import RowCache
+from jgraph.train.live.table_rows import (
+    LiveTable,
+    RowCache,
+    TableRows,
+    split_ids,
+)
 from jgraph.train.state.placement import plan_on
 from jgraph.train.state.runner import RunState
 
@@ -56,22 +60,6 @@ class DenseCopy:
     values: Mapping[str, jax.Array]
     step: int
     at: float
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class TableRows:
-    """Rows of a table.
-
-    Attributes:
-      rows: ``[n, …]``, of the ids that were asked for; zeros where there are none.
-      found: which of them there are.
-      from_cache: some of them are as they were, not as they are.
-    """
-
-    rows: Array
-    found: Array
-    from_cache: bool
 
 
 class Parameters(Protocol):
@@ -140,34 +128,6 @@ class LocalParameters:
 
     def close(self) -> None:
         """See ``Parameters.close``."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class LiveTable:
-    """A parameter of which rows are looked up.
-
-    Attributes:
-      variable: on parameter servers.
-      counts: ids of one lookup at most, for each size that programs are made for.
-    """
-
-    variable: Variable
-    counts: tuple[int, ...]
-
-    @property
-    def layout(self) -> Layout:
-        """How its rows lie on parameter servers."""
-        sharding = self.variable.spec.sharding
-        if sharding is None:
-            return Layout((self.variable.shape[0],))
-        return sharding.layout
-
-    @property
-    def is_by_rows(self) -> bool:
-        """Whether its shards have whole rows."""
-        sharding = self.variable.spec.sharding
-        return sharding is None or sharding.axis == 0
 
 
 @final
@@ -409,7 +369,7 @@ class RemoteParameters:
             variable, count = self._tables[name].variable, len(ids)
             rows = np.zeros((count, *variable.shape[1:]), np.dtype(variable.dtype))
             found[name] = TableRows(rows, np.zeros(count, bool), from_cache=False)
-            places[name] = _split(self._tables[name].layout, ids)
+            places[name] = split_ids(self._tables[name].layout, ids)
         await asyncio.gather(
             *(
                 self._look_up(server, places, found)
@@ -423,9 +383,9 @@ class RemoteParameters:
         self,
         server: _Server,
         places: Mapping[str, list[tuple[Array, Array]]],
-        found: Mapping[str, TableRows],
+        tables: Mapping[str, TableRows],
     ) -> None:
-        """Puts the rows that a server has into ``found``; none if it is lost."""
+        """Puts the rows that a server has into ``tables``; none if it is lost."""
         if server.error is not None or not server.handles:
             return
         size = self._size(server, places)
@@ -436,7 +396,7 @@ class RemoteParameters:
         )
         try:
             for number in range(rounds):
-                await self._look_up_part(server, handle, size, number, places, found)
+                await self._look_up_part(server, handle, size, number, places, tables)
         except ClusterBusyError as error:
             raise OverloadedError(
                 f"{server.task} has too many calls, and training goes first; send the "
@@ -468,7 +428,7 @@ class RemoteParameters:
         size: int,
         part: int,
         places: Mapping[str, list[tuple[Array, Array]]],
-        found: Mapping[str, TableRows],
+        tables: Mapping[str, TableRows],
     ) -> None:
         arrays, where = [], []
         for name, number, shard in server.shards:
@@ -483,21 +443,21 @@ class RemoteParameters:
         for (name, _, _), positions, rows in zip(
             server.shards, where, results, strict=True
         ):
-            found[name].rows[positions] = np.asarray(rows)[: len(positions)]
-            found[name].found[positions] = True
+            tables[name].rows[positions] = np.asarray(rows)[: len(positions)]
+            tables[name].is_there[positions] = True
 
     def _with_cache(self, name: str, ids: Array, live: TableRows) -> TableRows:
         cache = self._caches.get(name)
         if cache is None:
             return live
-        if live.found.all():
+        if live.is_there.all():
             cache.put(ids, live.rows)
             return live
-        cache.put(ids[live.found], live.rows[live.found])
-        missing = ~live.found
+        cache.put(ids[live.is_there], live.rows[live.is_there])
+        missing = ~live.is_there
         rows, found = cache.get(ids[missing])
-        live.rows[missing], live.found[missing] = rows, found
-        return TableRows(live.rows, live.found, from_cache=bool(found.any()))
+        live.rows[missing], live.is_there[missing] = rows, found
+        return TableRows(live.rows, live.is_there, from_cache=bool(found.any()))
 
     def close(self) -> None:
         """See ``Parameters.close``."""
@@ -506,24 +466,3 @@ class RemoteParameters:
         if self._holds_copies:
             with suppress(JGError):
                 self._cluster.reset(self._container)
-
-
-def _split(layout: Layout, ids: Array) -> list[tuple[Array, Array]]:
-    """Returns, for each shard, the positions of its ids, and its rows.
-
-    Example:
-      >>> parts = _split(Layout((3, 2)), np.array([1, 4]))
-      >>> [(places.tolist(), rows.tolist()) for places, rows in parts]
-      [([0], [1]), ([1], [1])]
-      >>> _split(Layout((3, 2), "mod"), np.array([1, 4]))[0]
-      (array([1]), array([2]))
-    """
-    if layout.kind == "mod":
-        shard, rows = ids % layout.shards, ids // layout.shards
-    else:
-        ends = np.cumsum(layout.sizes)
-        shard = np.searchsorted(ends, ids, side="right")
-        rows = ids - np.concatenate([[0], ends])[shard]
-    numbers: Iterable[int] = range(layout.shards)
-    where = [np.flatnonzero(shard == number) for number in numbers]
-    return [(places, rows[places]) for places in where]
