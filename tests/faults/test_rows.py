@@ -157,13 +157,8 @@ def test_a_worker_that_is_told_to_end_ends_and_the_others_go_on(
 
 
 @pytest.mark.row(4, 5, 7)
-@pytest.mark.parametrize(
-    "detached",
-    [False, pytest.param(True, marks=pytest.mark.chaos)],
-    ids=["", "detached"],
-)
 def test_connections_that_are_cut_lose_nothing_and_bring_nothing_twice(
-    fault: Fault, detached: bool
+    fault: Fault,
 ) -> None:
     """What was on its way, there or back, is sent again; no step knows of it."""
     fault.is_noticed = False
@@ -188,7 +183,6 @@ def test_connections_that_are_cut_lose_nothing_and_bring_nothing_twice(
             batch_size=BATCH,
             callbacks=[cut_some],
             progress=False,
-            detached=detached,
         )
         assert run.state == "stopped"
         assert cuts[0] >= 10

@@ -1,6 +1,7 @@
 """Faults of runs whose client is gone: their master looks after the workers."""
 
 import os
+import random
 import signal
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from tests.support.detached_client import (
     until_further,
 )
 from tests.support.fault import Fault, Stopwatch
+from tests.support.links import through_proxies
 
 pytestmark = pytest.mark.procs
 
@@ -43,7 +45,7 @@ PS, PS1 = "/job:ps/task:0", "/job:ps/task:1"
 WORKERS = ("/job:worker/task:0", "/job:worker/task:1")
 
 
-@pytest.mark.row(1, 9, 30)
+@pytest.mark.row(1, 3, 9, 30)
 @pytest.mark.parametrize(
     ("strategy", "of_files"),
     [
@@ -369,6 +371,84 @@ def test_a_run_without_its_client_does_without_a_frozen_worker_until_it_wakes(
         check_all(there, run, lost=1)
         there.close()
     fault.names += [f"{WORKERS[1]} was lost", back]
+
+
+@pytest.mark.row(4, 5, 6, 7)
+@pytest.mark.chaos
+@pytest.mark.parametrize("strategy", ["async", "sync"])
+def test_a_run_without_its_client_loses_nothing_over_connections_that_are_cut(
+    fault: Fault, strategy: str
+) -> None:
+    """Also those over which its master hears and tells."""
+    fault.is_noticed = False
+    pairs = [(WORKERS[1], PS), (WORKERS[1], PS1), WORKERS, (PS, PS1)]
+    links = [*pairs, *((there, here) for here, there in pairs)]
+    chance = random.Random(0)
+    with through_proxies(*links) as (servers, cut):
+        begin_and_kill(servers.target(WORKERS[0]), strategy)
+        with connect(servers.target(WORKERS[0]), timeout_s=20) as cluster:
+            for _ in range(10):
+                chance.choice(cut).cut()
+                until_further(cluster, steps=20)
+            there = trainer(cluster, STRATEGIES[strategy])
+            run = there.attach()
+            stop_once_all_take_part(run)
+            assert run.recoveries() == []
+            check_all(there, run, lost=0)
+            assert run.repeated() == 0
+            there.close()
+
+
+@pytest.mark.row(21, 23)
+@pytest.mark.chaos
+@pytest.mark.parametrize("strategy", ["async", "sync"])
+def test_a_run_without_its_client_does_without_a_worker_that_does_not_reach_a_ps(
+    fault: Fault, strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No connection is closed; the worker is taken back once the link heals."""
+    left_out, back = f"{WORKERS[1]} was lost", f"{WORKERS[1]} answers again"
+    with through_proxies((WORKERS[1], PS1), (PS1, WORKERS[1])) as (servers, silent):
+        begin_and_kill(servers.target(WORKERS[0]), strategy)
+        with connect(servers.target(WORKERS[0]), timeout_s=20) as cluster:
+            for link in silent:
+                link.silence()
+            until(cluster, lambda run: left_out in caplog.text)
+            until_further(cluster)
+            for link in silent:
+                link.heal()
+            until(cluster, lambda run: back in caplog.text)
+            there = trainer(cluster, STRATEGIES[strategy])
+            run = there.attach()
+            stop_once_all_take_part(run)
+            assert run.recoveries() == []
+            check_all(there, run, lost=1)
+            there.close()
+    fault.names += [left_out, back]
+
+
+@pytest.mark.row(24)
+@pytest.mark.chaos
+@pytest.mark.parametrize("strategy", ["async", "sync"])
+def test_a_run_without_its_client_loses_nobody_over_slow_links(
+    fault: Fault, strategy: str
+) -> None:
+    fault.is_noticed = False
+    tasks = (PS, PS1, *WORKERS)
+    links = [(here, there) for here in tasks for there in tasks if here != there]
+    with through_proxies(*links) as (servers, slow):
+        begin_and_kill(servers.target(WORKERS[0]), strategy)
+        with connect(servers.target(WORKERS[0]), timeout_s=20) as cluster:
+            for link in slow:
+                link.delay(0.3)
+            until_further(cluster, steps=20)
+            for link in slow:
+                link.delay(0.0)
+            there = trainer(cluster, STRATEGIES[strategy])
+            run = there.attach()
+            stop_once_all_take_part(run)
+            check_all(there, run, lost=0)
+            assert run.repeated() == 0
+            there.close()
 
 
 def until_said(cluster: Cluster, servers: LocalCluster, text: str) -> None:

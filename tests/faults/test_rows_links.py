@@ -81,10 +81,9 @@ def contributions_after(run: Any, pause_s: float) -> Any:
 
 
 @pytest.mark.row(21)
-@pytest.mark.parametrize("detached", [False, True], ids=["", "detached"])
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
 def test_a_worker_that_does_not_reach_one_ps_is_left_out_until_it_does(
-    fault: Fault, caplog: pytest.LogCaptureFixture, strategy: Any, detached: bool
+    fault: Fault, caplog: pytest.LogCaptureFixture, strategy: Any
 ) -> None:
     """There is no checkpoint: to go back would end the run."""
     with (
@@ -118,7 +117,6 @@ def test_a_worker_that_does_not_reach_one_ps_is_left_out_until_it_does(
             batch_size=BATCH,
             callbacks=[after(200, silence), stop_when_it_is_back],
             progress=False,
-            detached=detached,
         )
         assert run.state == "stopped"
         assert run.recoveries() == []
