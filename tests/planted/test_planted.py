@@ -30,6 +30,7 @@ TAKEN_BACK: Final = (
     "tests/server/runs/test_standby.py::"
     "test_heir_takes_a_run_back_that_its_master_was_lost_before_it_could"
 )
+MEMBERS: Final = "tests/simulation/test_members.py::"
 PS_CORE: Final = "tests/server/test_ps_core.py::TestPsCore"
 TRANSCRIPT: Final = (
     "tests/coordination/test_transcripts.py::test_a_machine_does_as_its_transcript_says"
@@ -97,6 +98,56 @@ BUGS: Final = {
         "if len(whole) < self.needed:",
         "tests/simulation/test_sync.py::"
         "test_a_run_pauses_without_its_master_and_goes_on_when_the_link_heals",
+    ),
+    "an index is given to two that join": Bug(
+        "coordination/liveness/members.py",
+        "held = {*self.arrangement.members, *self._invited}",
+        "held = {*self.arrangement.members}",
+        f"{MEMBERS}test_no_batch_is_lost_or_comes_twice_whoever_joins_and_leaves",
+    ),
+    "a registrar that was started again forgets who has joined": Bug(
+        "coordination/liveness/members.py",
+        "        self.arrangement = newer\n",
+        "",
+        f"{MEMBERS}test_no_batch_is_lost_or_comes_twice_whoever_joins_and_leaves",
+    ),
+    "steps of a worker that was given up are still applied": Bug(
+        "server/runs/supervisor.py",
+        "        await self.ready.drop(order.handle)\n        return LoopLost(",
+        "        return LoopLost(",
+        f"{MEMBERS}test_a_worker_that_wakes_when_another_has_its_index_adds_nothing",
+    ),
+    "one that joins takes part before it is ready": Bug(
+        "coordination/run/supervisor.py",
+        'present = self._of("ready", "idle")',
+        'present = self._of("ready", "idle", "joining")',
+        f"{MEMBERS}"
+        "test_a_worker_that_fails_before_it_is_ready_changes_nothing_for_others",
+    ),
+    "one that is not ready yet ends a round": Bug(
+        "coordination/run/supervisor.py",
+        'changes = self._of("ready") or self._is_short(running)',
+        'changes = self._of("ready", "joining") or self._is_short(running)',
+        f"{MEMBERS}"
+        "test_a_worker_that_fails_before_it_is_ready_changes_nothing_for_others",
+    ),
+    "what a master did before it was replaced is not read": Bug(
+        "server/runs/calls.py",
+        "known = self._known(run) or self._supervisors.get(run)",
+        "known = self._known(run)",
+        f"{MEMBERS}test_no_batch_is_lost_or_comes_twice_whoever_joins_and_leaves",
+    ),
+    "a run goes on with too few workers": Bug(
+        "coordination/run/supervisor.py",
+        "return 0 < len(running) < self._least and not self._is_beginning",
+        "return False",
+        f"{MEMBERS}test_a_run_with_too_few_workers_waits_and_loses_nothing",
+    ),
+    "a worker that is back has the program of the one before": Bug(
+        "server/runs/worker_setup.py",
+        'return f"{loop.term}.{number}"',
+        'return f"{loop.term}"',
+        f"{MEMBERS}test_a_run_with_too_few_workers_waits_and_loses_nothing",
     ),
     "the lease of a client never ends": Bug(
         "server/runs/run_client.py",

@@ -292,7 +292,9 @@ class Runs:
     async def _journal_end(self, request: Frame) -> AsyncIterator[Frame]:
         """Says how far this task knows a run, as its master or as a standby."""
         run, table = body_of(request).run, pb.RunTable()
-        if (known := self._known(run)) is not None:
+        # What a master did before it was replaced may be known to nobody else.
+        known = self._known(run) or self._supervisors.get(run)
+        if known is not None:
             table.runs.append(known.journal_end())
         yield frame(run_table=table)
 

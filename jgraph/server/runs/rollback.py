@@ -27,6 +27,7 @@ from jgraph.errors import (
     TaskLeavingError,
     TaskLostError,
 )
+from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.server.runs.copies import RunCopies
@@ -255,10 +256,16 @@ class Rollback:
         """Gives all programs anew; returns the workers that cannot have theirs."""
         left_out = set[TaskName]()
         for loop in loops:
-            if loop.task in ready:
+            task = TaskName(loop.task)
+            if task not in ready:
+                left_out.add(task)
+                continue
+            try:
                 loop.handle = await self.workers.renew(loop.handle, name)
-            else:
-                left_out.add(TaskName(loop.task))
+            except (ClusterUnreachableError, TaskLostError) as error:
+                if is_ps(task) or error.details.get("task") != task:
+                    raise
+                left_out.add(task)  # it hangs, or is gone: the others go on
         if isinstance(self.sources(), MasterSaves):
             saves = self.order.saves
             saves.snapshot = await self.workers.renew(saves.snapshot, name)

@@ -43,7 +43,7 @@ from jgraph.server.runs.journal import note_report
 from jgraph.server.runs.links import wait_reconnected
 from jgraph.server.runs.peers import LoopPeers, check_master
 from jgraph.server.runs.ps_setup import version_if_known
-from jgraph.server.runs.supervisor import RunSupervisor
+from jgraph.server.runs.supervisor import REPLACED, RunSupervisor
 
 _LOG = logging.getLogger("jgraph.recover")
 _T = TypeVar("_T")
@@ -72,7 +72,7 @@ class StandbyPeers(LoopPeers, Protocol):
 
 def journal_end(row: pb.RunRow) -> JournalEnd:
     """Returns how far a task says that it knows a run."""
-    is_over = row.state != "running"
+    is_over = row.state not in {"running", REPLACED}
     master = TaskName(row.task)
     return JournalEnd(master, row.incarnation, row.term, row.frames, is_over)
 
@@ -262,23 +262,30 @@ class Standby:
             with suppress(JGError):
                 await self._peers.call(task, "SucceedRun", frame(run_query=query))
 
-    async def _ask(self, task: TaskName) -> JournalEnd | None:
+    async def _ask(self, task: TaskName, *, replaced: bool = False) -> JournalEnd | None:
         """Asks a task how far it knows the run; None: not at all.
+
+        Args:
+          task: another one.
+          replaced: also if it was the master, and was replaced.
 
         Raises:
           JGError: it does not answer.
         """
         query = frame(run_query=pb.RunQuery(run=self._order.run))
         reply = await self._peers.call(task, "JournalEnd", query, timeout_s=_ANSWER_S)
-        return next(map(journal_end, body_of(reply).runs), None)
+        rows = [r for r in body_of(reply).runs if replaced or r.state != REPLACED]
+        return next(map(journal_end, rows), None)
 
-    async def _ask_all(self) -> tuple[dict[TaskName, JournalEnd], set[TaskName]]:
+    async def _ask_all(
+        self, *, replaced: bool = False
+    ) -> tuple[dict[TaskName, JournalEnd], set[TaskName]]:
         """Asks the other tasks; returns what they know, and which may be there."""
         answers, silent = dict[TaskName, JournalEnd](), set[TaskName]()
 
         async def ask(task: TaskName) -> None:
             try:
-                end = await self._ask(task)
+                end = await self._ask(task, replaced=replaced)
             except JGError:
                 if not await is_refused(self._peers.address(task)):
                     silent.add(task)
@@ -292,7 +299,7 @@ class Standby:
 
     async def _read_longer(self, election: Election) -> None:
         """Reads what others have of the journal, and this standby has not."""
-        answers, _ = await self._ask_all()
+        answers, _ = await self._ask_all(replaced=True)
         for task in election.longer(self.end, answers):
             self._needed = max(self._needed, answers[task].frames)
             await self._read(task, answers[task].frames)

@@ -80,6 +80,8 @@ from jgraph.server.runs.saving.run_saving import RunSaving
 from jgraph.server.runs.worker_setup import WorkerSetup
 
 _LOG = logging.getLogger("jgraph.recover")
+REPLACED: Final = "replaced"
+"""State of a run, where its journal is and another master goes on with it."""
 _POLL_S: Final = 0.5
 """Between two looks: that a worker answers again shows only by asking it."""
 
@@ -185,7 +187,7 @@ class RunSupervisor:
             incarnation=self._order.incarnation,
             term=self._order.term or 1,
             frames=self.record.frames,
-            state=self.record.row().state,
+            state=REPLACED if self.is_replaced else self.record.row().state,
         )
 
     def as_known(self, standbys: Iterable[TaskName]) -> pb.OpenRun:
@@ -637,7 +639,7 @@ class RunSupervisor:
         self._order.version = back.version
         self._note_order()
         self.saving.prepare_halts()
-        for order in self._orders.values():
+        for order in list(self._orders.values()):  # one that has left is dropped
             if order.task in back.left_out:
                 self._handle(LoopLost(order.replica, error))
         if self._is_held:

@@ -7,7 +7,14 @@ Simulated are the steps: a batch is computed by sleeping, and each ps notes it d
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+)
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -15,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from jgraph.cluster.loop_messages import leases_of, rows_of
 from jgraph.coordination.data.slots import Lease, SlotPlan
 from jgraph.coordination.data.sync_data import SyncData
+from jgraph.coordination.liveness.members import Arrangement
 from jgraph.coordination.run.succession import MasterTerms
 from jgraph.errors import (
     InvalidProgramError,
@@ -22,13 +30,14 @@ from jgraph.errors import (
     TaskLostError,
     UninitializedError,
 )
-from jgraph.graph.device import is_ps
+from jgraph.graph.device import is_ps, is_worker
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Address, Frame
 from jgraph.server.loops.dealer import Dealers
 from jgraph.server.loops.reports import LoopReports
+from jgraph.server.members.messages import arrangement_in, members_message
 from jgraph.server.runs.calls import Runs
 from jgraph.server.runs.saving.checkpointer import STEP
 from jgraph.server.runs.standby import StandbyPeers
@@ -46,6 +55,8 @@ SILENT_S: Final = 60.0
 """A loop that has not heard from its master for so long ends."""
 STOOD_S: Final = 60.0
 """A loop that stands still goes on sooner, whoever is lost meanwhile."""
+WAITED_S: Final = 60.0
+"""The loop that decides waits less for contributions of one that has left."""
 
 
 def copied(message: Frame) -> Frame:
@@ -61,11 +72,24 @@ class RunProcess:
     Attributes:
       updates: what is applied here, in order: the batches of each update; None: it has
         lost what the process before held.
+      arrangement: the newest that it has heard of.
+      leaves: it was told to leave the cluster.
+      joined: it was not there from the beginning.
+      hangs_at: the call that it does not answer.
+      dies_at: the call at which it dies.
     """
 
     def __init__(self, world: "RunWorld", task: TaskName, incarnation: int) -> None:
         self.world, self.task, self.incarnation = world, task, incarnation
-        self.alive = True
+        self.alive, self.leaves = True, False
+        self.arrangement: Arrangement = world.described
+        self.thawed: asyncio.Event | None = None
+        self.ends: list[Callable[[Any], None]] = []
+        self.drained = asyncio.Event()
+        self.joined = False
+        self.hangs_at = self.dies_at = ""
+        self.steps = 0
+        self.applied = set[tuple[str, int]]()
         self.dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.dealers = Dealers(world.clock)
         self.terms = MasterTerms()
@@ -105,8 +129,61 @@ class RunProcess:
         for work in list(self.works):
             work.cancel()
 
+    # ------------------------------------------------------------ members
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it does nothing now, and can be woken."""
+        return self.thawed is not None
+
+    async def awake(self) -> None:
+        """Waits while it is frozen."""
+        while self.thawed is not None:
+            await self.thawed.wait()
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        self.thawed = asyncio.Event()
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        if self.thawed is not None:
+            self.thawed.set()
+            self.thawed = None
+
+    def arrange(self, newer: Arrangement) -> None:
+        """Takes an arrangement, as ``TaskContext`` and ``Server`` do."""
+        if newer.number <= self.arrangement.number or not self.alive:
+            return
+        self.arrangement = newer
+        self.runs.rearranged()
+        self.world.arranged(self)
+
+    def workers(self) -> Mapping[TaskName, str]:
+        """Returns the workers that stay, each with its process if that joined."""
+        return {
+            task: f"{member.incarnation:x}" if member.incarnation else ""
+            for task, member in self.arrangement.members.items()
+            if is_worker(task) and not member.leaves
+        }
+
+    async def leave(self, grace_s: float) -> None:
+        """SIGTERM: hands over, lets its loops end, and ends, after its grace anyway."""
+        self.leaves = True
+        self.runs.hand_over()
+        self.drained.set()
+        for loop in list(self.loops.values()):
+            if not loop.order.HasField("sync"):
+                loop.leave()
+        ending = [loop.over.wait() for loop in self.loops.values()]
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*ending), grace_s)
+        await asyncio.sleep(0.5)  # for what is on its way
+
     def answers(self, method: str, request: Frame) -> AsyncIterator[Frame]:
         """Answers a call."""
+        if method == self.dies_at:
+            self.kill()
         if method in self.runs.methods:
             return self.runs.methods[method](request)
         match method:
@@ -118,19 +195,24 @@ class RunProcess:
 
     async def hold(self) -> AsyncIterator[Frame]:
         yield EMPTY
-        await asyncio.Event().wait()
+        await self.drained.wait()
+        yield EMPTY
 
     async def once(self, method: str, request: Frame) -> AsyncIterator[Frame]:
+        if method == self.hangs_at:
+            await asyncio.Event().wait()
         answer = self.methods.get(method)
         yield EMPTY if answer is None else await answer(request)
 
     async def status(self, request: Frame) -> Frame:
         status = pb.TaskStatus(task=self.task, state="ready")
+        if self.leaves:
+            status.state = "draining"
         status.incarnation = self.incarnation
         return frame(task_status=status)
 
     async def cluster_status(self, request: Frame) -> Frame:
-        missing = [task for task in self.world.tasks if not self.reaches(task)]
+        missing = [task for task in self.arrangement.members if not self.reaches(task)]
         return frame(cluster_status=pb.ClusterStatus(missing=missing))
 
     async def open_gate(self, request: Frame) -> Frame:
@@ -140,7 +222,10 @@ class RunProcess:
         return EMPTY
 
     async def register(self, request: Frame) -> Frame:
-        self.handles.add(body_of(request).handle)
+        body = body_of(request)
+        if body.members.arrangement:
+            self.arrange(arrangement_in(body.members))
+        self.handles.add(body.handle)
         return EMPTY
 
     async def unregister(self, request: Frame) -> Frame:
@@ -167,7 +252,7 @@ class RunProcess:
         return EMPTY
 
     def reaches(self, task: TaskName) -> bool:
-        return self.world.is_up(task) and not self.world.is_cut(self.task, task)
+        return self.world.answers(task) and not self.world.is_cut(self.task, task)
 
     def known_updates(self) -> int:
         """Returns how many updates the run has, as a journal here says."""
@@ -177,8 +262,10 @@ class RunProcess:
 
     # ------------------------------------------------------------ steps
 
-    def apply(self, handle: str, batches: tuple[int, ...], version: int | None) -> None:
-        """Applies an update whole, or not at all."""
+    def apply(
+        self, handle: str, step: int, batches: tuple[int, ...], version: int | None
+    ) -> None:
+        """Applies an update whole, or not at all, and none that had its number."""
         if handle not in self.handles:
             raise InvalidProgramError(f"no program '{handle}'", task=self.task)
         if self.updates is None:
@@ -186,6 +273,9 @@ class RunProcess:
         assert version is None or version == len(self.updates), (
             "not the same everywhere"
         )
+        if (handle, step) in self.applied:
+            return
+        self.applied.add((handle, step))
         self.updates.append(batches)
         self.world.updated_at = self.world.clock.now()
         self.world.keep(self.task, self.updates)
@@ -194,9 +284,12 @@ class RunProcess:
 
     async def run_loop(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
+        if self.leaves:
+            raise TaskLostError(f"{self.task} is being stopped", task=self.task)
         self.terms.begin(order.run, order.term, order.loop)
         if order.handle not in self.handles:
             raise InvalidProgramError(f"no program '{order.handle}'", task=self.task)
+        self.world.begun.append(order.loop)
         loop = self.loops[order.loop] = SimulatedLoop(self, order)
         self.spawn(loop.work())
         async for report in loop.told.stream():
@@ -235,13 +328,18 @@ class SimulatedLoop:
     def __init__(self, process: RunProcess, order: pb.RunLoop) -> None:
         self.process, self.order, self.world = process, order, process.world
         self.told = LoopReports(process.world.clock)
-        self.stops = self.pauses = False
+        self.stops = self.pauses = self.leaves = False
         self.halt_asked = self.halted = 0
         self.gone = set[TaskName]()
-        self.news = asyncio.Event()
+        self.news, self.over = asyncio.Event(), asyncio.Event()
         self.done = 0
         self.master = self.world.processes[TaskName(order.master)]
         self.heard_s = self.world.clock.now()
+
+    def leave(self) -> None:
+        """Ends after its step, and says that its task does."""
+        self.leaves = True
+        self.stop(pause=False)
 
     def stop(self, *, pause: bool) -> None:
         self.pauses |= pause and not self.stops
@@ -271,6 +369,7 @@ class SimulatedLoop:
         self.process.loops.pop(self.order.loop, None)
         self.process.ended[self.order.loop] = self.told
         self.told.end(error)
+        self.over.set()
 
     def report(self, state: str, **more: Any) -> None:
         self.told.send(pb.LoopReport(state=state, data_done=self.done, **more))
@@ -291,9 +390,13 @@ class SimulatedLoop:
     async def push(self, handle: str, batches: tuple[int, ...], version: Any) -> None:
         """Lets every ps apply an update, each at its time."""
 
+        self.process.steps += 1
+        step = self.process.steps
+
         async def one(task: TaskName) -> None:
             await self.world.travel(self.process, task)
-            self.world.at(task).apply(handle, batches, version)
+            self.world.at(task).apply(handle, step, batches, version)
+            self.world.applied(self.process)
             await self.world.travel(self.process, task)
 
         pushes = [one(task) for task in self.world.tasks if is_ps(task)]
@@ -345,7 +448,7 @@ class SimulatedLoop:
             self.report("running", done=rows_of([one]))
             more = Lease(lease.epoch, lease.slot, lease.first + 1, lease.batches - 1)
             leases = [more, *rest] if others else rest
-        self.report("stopped")
+        self.report("left" if self.leaves else "stopped")
 
     async def contribute(self) -> None:
         """Goes on as long as the loop that decides does."""
@@ -355,7 +458,7 @@ class SimulatedLoop:
             for task in self.world.tasks:
                 if is_ps(task) and not self.process.reaches(task):
                     raise TaskLostError(f"{task} is gone", task=task)
-        self.report("stopped")
+        self.report("left" if self.leaves else "stopped")
 
     async def decide(self) -> None:
         order, sync = self.order, self.order.sync
@@ -363,6 +466,7 @@ class SimulatedLoop:
         plan = SlotPlan.from_dict(json.loads(order.data_plan))
         data = SyncData(plan, replicas, json.loads(sync.data_position))
         version, left = sync.version, order.steps
+        decided_s = self.world.clock.now()
         self.world.begins(self)
         halts = sync.halt_every[0] if sync.halt_every else 0
         while left and not (self.stops or self.pauses):
@@ -372,10 +476,17 @@ class SimulatedLoop:
             if unheard_s >= LEASE_S:
                 await asyncio.sleep(0.5)
                 continue
-            there = [h for h, t in replicas.items() if self.is_there(t)]
-            if not there:
+            present = [h for h, t in replicas.items() if self.is_there(t)]
+            if not present:
                 self.report("alone", data_position=json.dumps(data.state()))
                 return
+            there = [h for h in present if self.contributes(replicas[h])]
+            if len(there) < min(sync.wanted, len(present)):
+                waits_s = self.world.clock.now() - decided_s
+                assert waits_s < WAITED_S, f"{order.loop} waits for who has left"
+                await asyncio.sleep(0.1)
+                continue
+            decided_s = self.world.clock.now()
             await asyncio.sleep(self.world.chance.uniform(0.1, 0.9))
             counted = list[int]()
             for handle in there[: sync.wanted]:
@@ -400,6 +511,11 @@ class SimulatedLoop:
             self.heard_s = now
         return now - self.heard_s
 
+    def contributes(self, task: TaskName) -> bool:
+        """Whether a worker has begun to contribute to these updates, and goes on."""
+        loops = self.world.processes[task].loops.values()
+        return any(one.order.data_run == self.order.loop for one in loops)
+
     def is_there(self, task: TaskName) -> bool:
         return task not in self.gone and self.process.reaches(task)
 
@@ -413,7 +529,13 @@ class RunPeers:
         self.dealers = process.dealers
 
     def tasks(self) -> Iterable[TaskName]:
-        return self.world.tasks
+        return list(self.process.arrangement.members)
+
+    def workers(self) -> Mapping[TaskName, str]:
+        return self.process.workers()
+
+    def note(self, kind: str, text: str) -> None:
+        self.world.note(text)
 
     def address(self, task: TaskName) -> Address:
         return Address(task)
@@ -431,9 +553,13 @@ class RunPeers:
         return self.world.stream(self.process, task, method, request)
 
     async def register(self, request: Frame) -> Frame:
-        for task in self.world.tasks:
-            with suppress(TaskLostError):
-                await self.call(task, "RegisterProgram", request)
+        order = copied(request)
+        members = members_message(self.process.arrangement)
+        body_of(order).members.CopyFrom(members)
+        driver = body_of(order).program.driver
+        participants = [t for t in self.tasks() if is_ps(t) or t == driver]
+        calls = (self.call(t, "RegisterProgram", order) for t in participants)
+        await asyncio.gather(*calls)
         return EMPTY
 
     def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:

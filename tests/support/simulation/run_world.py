@@ -18,6 +18,7 @@ import pytest
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.batch_order import BatchOrder
 from jgraph.coordination.data.slots import Lease, Part, SlotPlan
+from jgraph.coordination.liveness.members import Arrangement, Member
 from jgraph.errors import (
     ClusterUnreachableError,
     CopyLostError,
@@ -27,11 +28,13 @@ from jgraph.errors import (
 )
 from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
+from jgraph.plan.program.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.resumable.dialing import RESUME_S
 from jgraph.rpc.status import to_status
-from jgraph.rpc.transport import Frame
+from jgraph.rpc.transport import Address, Frame
+from jgraph.rpc.wire.program_codec import encode_program
 from jgraph.server.runs import calls, links, standby, supervisor
 from jgraph.train.state.durability import Durability
 from tests.support.simulation.run_tasks import (
@@ -76,10 +79,13 @@ class RunWorld:
       has_client: it ends with its client; else it is detached.
       max_staleness: of asynchronous training: no gradient is older.
       ps, workers: how many.
+      least: workers that the run needs; None: none join it, or leave.
+      updates: of the run.
 
     Attributes:
       story: what happened.
       masters: those that it has had, the last one now.
+      begun: the loops that began, in order.
     """
 
     seed: int
@@ -89,9 +95,12 @@ class RunWorld:
     max_staleness: int | None = None
     ps: int = 2
     workers: int = 2
+    least: int | None = None
+    updates: int = UPDATES
     story: list[str] = field(default_factory=list)
     masters: list[RunProcess] = field(default_factory=list)
     dealt: Counter[int] = field(default_factory=Counter)
+    begun: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -100,6 +109,8 @@ class RunWorld:
         names = [f"/job:ps/task:{n}" for n in range(self.ps)]
         names += [f"/job:worker/task:{n}" for n in range(self.workers)]
         self.tasks = [TaskName(name) for name in names]
+        described = {task: Member(address_of(task)) for task in self.tasks}
+        self.described = Arrangement(0, described)
         self.processes: dict[TaskName, RunProcess] = {}
         self.starts = 0
         self.cuts: dict[frozenset[TaskName], float] = {}
@@ -128,7 +139,14 @@ class RunWorld:
         self.processes[task] = RunProcess(self, task, self.starts)
 
     def is_up(self, task: TaskName) -> bool:
-        return self.processes[task].alive
+        return task in self.processes and self.processes[task].alive
+
+    def answers(self, task: TaskName) -> bool:
+        """Whether a task is there, and not frozen."""
+        return self.is_up(task) and not self.processes[task].is_frozen
+
+    def arranged(self, process: RunProcess) -> None:
+        """Takes note that a process has heard of another arrangement."""
 
     def is_cut(self, one: TaskName, other: TaskName) -> bool:
         return self.clock.now() < self.cuts.get(frozenset({one, other}), 0.0)
@@ -190,13 +208,22 @@ class RunWorld:
           TaskLostError: it does not arrive.
         """
         await asyncio.sleep(self.chance.uniform(0.0, 0.01))
+        if src is not None:
+            await src.awake()
         until = self.clock.now() + RESUME_S
-        while src is not None and src.task != task and self.is_cut(src.task, task):
+        while self.is_silent(src, task):
             if self.clock.now() < until:
                 await asyncio.sleep(0.1)
                 continue
             raise TaskLostError(f"{task} is not reached", task=task)
         self.at(task)
+
+    def is_silent(self, src: RunProcess | None, task: TaskName) -> bool:
+        """Whether nothing comes through now from one task to another."""
+        if src is None or src.task == task:
+            return False
+        frozen = self.is_up(task) and self.processes[task].is_frozen
+        return frozen or self.is_cut(src.task, task)
 
     async def ask(
         self,
@@ -218,6 +245,7 @@ class RunWorld:
             self.invites(src)
 
         async def last() -> Frame:
+            await there.awake()
             answers = there.answers(method, copied(request))
             return [copied(one) async for one in answers][-1]
 
@@ -241,7 +269,8 @@ class RunWorld:
         last = self.masters[-1]
         if master not in self.masters:
             self.note(f"{master.task} is the master")
-            assert self.named or not last.alive, f"{last.task} is there, and replaced"
+            is_gone = not last.alive or last.leaves
+            assert self.named or is_gone, f"{last.task} is there, and replaced"
             self.masters.append(master)
             self.led_since = self.clock.now()
             self.named = False
@@ -261,6 +290,7 @@ class RunWorld:
         async def pump() -> None:
             try:
                 async for reply in there.answers(method, copied(request)):
+                    await there.awake()
                     replies.put_nowait(copied(reply))
                 replies.put_nowait(None)
             except JGError as error:
@@ -273,6 +303,7 @@ class RunWorld:
         there.dead.add_done_callback(end)
         ends = self.streams.setdefault(frozenset({src.task if src else task, task}), [])
         ends.append(end)
+        there.ends.append(end)
         try:
             while (reply := await replies.get()) is not None:
                 if isinstance(reply, JGError):
@@ -281,6 +312,7 @@ class RunWorld:
         finally:
             pumping.cancel()
             ends.remove(end)
+            there.ends.remove(end)
             there.dead.remove_done_callback(end)
 
     # ------------------------------------------------------------ steps
@@ -295,6 +327,9 @@ class RunWorld:
         if before is not None and before.process.alive:
             assert before.order.loop not in before.process.loops, "two decide at once"
         self.deciding = loop
+
+    def applied(self, process: RunProcess) -> None:
+        """An update of a process is applied."""
 
     def decides(self, loop: str) -> bool:
         """Whether a loop decides, or is about to."""
@@ -340,7 +375,7 @@ class RunWorld:
         """Returns what the client says of the run."""
         info = {
             "first_step": 0,
-            "steps": UPDATES,
+            "steps": self.updates,
             "batch_size": 1,
             "metrics": [],
             "container": "c",
@@ -348,6 +383,8 @@ class RunWorld:
             "checkpoints": "",
         }
         order = pb.OpenRun(run=RUN, info=json.dumps(info), wait_s=300.0)
+        if self.least is not None:
+            order.elastic.least = self.least
         if self.durability != "checkpoint":
             order.copies.SetInParent()
         if self.has_client:
@@ -374,7 +411,7 @@ class RunWorld:
                 task=task,
                 handle=f"h{n}",
                 replica=n,
-                steps=UPDATES,
+                steps=self.updates,
                 data_run=RUN,
                 data_plan=plan,
                 batch_feed="slot" if self.synchronous else "",
@@ -389,7 +426,7 @@ class RunWorld:
                 task=self.tasks[0],
                 handle="apply",
                 replica=len(workers),
-                steps=UPDATES,
+                steps=self.updates,
                 data_plan=plan,
                 step_timeout_s=10.0,
             )
@@ -418,11 +455,13 @@ class RunWorld:
         await ask("Master.OpenRun", open_run=self.order())
         if not self.synchronous:
             plan = json.dumps(self.plan.to_dict())
-            data = pb.OpenDataRun(run=RUN, plan=plan, budget=UPDATES)
+            data = pb.OpenDataRun(run=RUN, plan=plan, budget=self.updates)
             data.workers, data.lease_s = self.workers, 120.0
             await ask("OpenDataRun", open_data_run=data)
         for order in self.loop_orders():
-            program = pb.RegisterProgram(handle=order.handle, run=RUN)
+            task = TaskName(order.task)
+            made, _ = encode_program(Program(order.handle, task, (), (), (), ()))
+            program = pb.RegisterProgram(handle=order.handle, run=RUN, program=made)
             await ask("Master.KeepProgram", register_program=program)
             for process in self.processes.values():
                 process.handles.add(order.handle)
@@ -454,7 +493,7 @@ class RunWorld:
         """Each ps that was started again has its gate, with the bound of the run."""
         for task in self.order().gate.shards:
             process = self.processes[TaskName(task)]
-            first = process.incarnation <= len(self.tasks)
+            first = process.incarnation <= len(self.described.members)
             assert first or process.gate == self.order().gate, f"no gate at {task}"
 
     def check(self, state: str) -> None:
@@ -479,11 +518,22 @@ class RunWorld:
                 # Where a run goes on is told with a report: who goes on from a copy may
                 # have made one update more.
                 assert 0 <= twice <= self.torn, f"{twice} batches too many"
-                assert state != "done" or len(updates) == UPDATES
+                assert state != "done" or len(updates) == self.updates
             else:
                 again = int(position["again"]) + self.torn
                 assert twice <= again, f"{twice} twice, and {again} are told of"
-                assert state != "done" or len(due) == UPDATES
+                assert state != "done" or len(due) == self.updates
+
+
+def address_of(task: TaskName, incarnation: int = 0) -> Address:
+    """Returns where a process listens.
+
+    Example:
+      >>> address_of(TaskName("/job:worker/task:1"), 7)
+      'worker-1:7'
+    """
+    job, _, index = task.removeprefix("/job:").partition("/task:")
+    return Address(f"{job}-{index}:{incarnation or 1}")
 
 
 def beginning_of(plan: SlotPlan) -> dict[str, Any]:
