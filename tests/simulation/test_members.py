@@ -92,6 +92,7 @@ def test_a_worker_that_wakes_when_another_has_its_index_adds_nothing() -> None:
     assert sum(len(world.replaced) for world in runs)
 
 
+@pytest.mark.row(42)
 def test_a_run_with_too_few_workers_waits_and_loses_nothing() -> None:
     for world in each(20, lambda seed: simulated(seed, too_few, least=2)):
         assert world.short_s < 3.0, world.story

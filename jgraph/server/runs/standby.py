@@ -262,7 +262,9 @@ class Standby:
             with suppress(JGError):
                 await self._peers.call(task, "SucceedRun", frame(run_query=query))
 
-    async def _ask(self, task: TaskName, *, replaced: bool = False) -> JournalEnd | None:
+    async def _ask(
+        self, task: TaskName, *, replaced: bool = False
+    ) -> JournalEnd | None:
         """Asks a task how far it knows the run; None: not at all.
 
         Args:
