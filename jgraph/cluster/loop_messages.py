@@ -42,6 +42,7 @@ class RunRequest:
       wait_s: how long it waits for tasks that it cannot go on without.
       client: that it ends with; None: it is detached.
       elastic: how many workers it may have; None: those that it begins with.
+      owners: workers that hold variables of it.
     """
 
     about: Mapping[str, Any]
@@ -52,6 +53,7 @@ class RunRequest:
     wait_s: float = WAIT_S
     client: pb.RunClient | None = None
     elastic: pb.RunElastic | None = None
+    owners: Sequence[TaskName] = ()
 
 
 @final

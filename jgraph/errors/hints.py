@@ -89,6 +89,8 @@ ASYNC_ARGUMENTS: Final[Mapping[str, str]] = {
     "backup_workers": "SyncPS(backup_workers=1)",
     "replicas_to_aggregate": "SyncPS(replicas_to_aggregate=2)",
     "staleness": "max_staleness=4",
+    "dense": "SyncPS(dense='workers'); where no worker waits for others, a slow one "
+    "would be waited for by all, for its part of the parameters",
 }
 SYNC_ARGUMENTS: Final[Mapping[str, str]] = {
     "max_staleness": "AsyncPS(max_staleness=4)",

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, final
 
 import flax.linen as nn
@@ -28,6 +29,7 @@ from jgraph.train.state.runner import Runner
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.strategies.async_runner import AsyncRunner
 from jgraph.train.strategies.local import Local
+from jgraph.train.strategies.owners import tables_in
 from jgraph.train.strategies.strategies import (
     Strategy,
     arrangement_on,
@@ -122,7 +124,7 @@ class TrainerBuild:
             data=data,
             wrt=config.wrt,
         )
-        step = self._step(adapter, container)
+        step = self._step(adapter, container, data)
         runner = make_runner(step, config.cluster, config.strategy, config.clock)
         evaluator_task = None  # metrics with a state of their own are evaluated here
         if config.observed is None:
@@ -254,8 +256,11 @@ class TrainerBuild:
         self.holdings.let_go()
         self._drop(self._parts, self.evaluator_task)
 
-    def _step(self, adapter: Adapter, container: str) -> TrainStep:
+    def _step(
+        self, adapter: Adapter, container: str, data: Dataset | None
+    ) -> TrainStep:
         config = self._config
+        tables = partial(tables_in, adapter, data, config.sparse)
         if config.cluster is not None:
             container = container or new_container()
         return TrainStep(
@@ -265,6 +270,6 @@ class TrainerBuild:
             sparse=config.sparse,
             alone=isinstance(config.strategy, Local),
             gradient_dtype=gradient_dtype_of(config.strategy),
-            arrangement=arrangement_on(config.cluster, config.strategy),
+            arrangement=arrangement_on(config.cluster, config.strategy, tables),
             container=container,
         )

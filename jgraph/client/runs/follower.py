@@ -300,7 +300,7 @@ class RunFollower:
     def _move_to(self, info: RunInfo) -> None:
         old, self.info = self.info.master, info
         if self._owner is not None:
-            if old not in self._cluster.tasks("ps"):
+            if old not in self._owner.holds.needed:
                 self._owner.holds.let_go([old])
             self._owner.holds.hold_needed()
 

@@ -1,7 +1,7 @@
 """Holds of a client on the parameter servers and the master of its run."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import aclosing
 from typing import final
@@ -21,10 +21,12 @@ class DrainHolds:
 
     Args:
       cluster: theirs.
+      owners: workers that hold variables, and are held as well.
     """
 
-    def __init__(self, cluster: Connection) -> None:
+    def __init__(self, cluster: Connection, owners: Sequence[TaskName] = ()) -> None:
         self._cluster = cluster
+        self._owners = owners
         self._calls: dict[TaskName, Future[None]] = {}
         self._ends: set[TaskName] = set()
         self.hold_needed()
@@ -43,7 +45,7 @@ class DrainHolds:
 
     def hold_needed(self) -> None:
         """Holds what the run has now, and is not held."""
-        self.hold(self._needed())
+        self.hold(self.needed)
 
     def let_go(self, tasks: Iterable[TaskName]) -> None:
         """Lets tasks end."""
@@ -65,8 +67,10 @@ class DrainHolds:
         """Lets all go."""
         self.let_go(list(self._calls))
 
-    def _needed(self) -> list[TaskName]:
-        return [*self._cluster.tasks("ps"), self._cluster.master]
+    @property
+    def needed(self) -> list[TaskName]:
+        """Who is to be held now."""
+        return [*self._cluster.tasks("ps"), *self._owners, self._cluster.master]
 
     async def _hold(self, task: TaskName, answer: Future[None]) -> None:
         address = self._cluster.spec.address(task)
@@ -78,7 +82,7 @@ class DrainHolds:
                 async for word in news:
                     if not answer.done():
                         answer.set_result(None)
-                    if task not in self._needed():
+                    if task not in self.needed:
                         return  # a master that was replaced may end
                     if word == "told":
                         self._ends.add(task)

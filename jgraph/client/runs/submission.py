@@ -114,6 +114,7 @@ def _open_run(
         wait_s=about.wait_s,
         client=about.client,
         elastic=about.elastic,
+        owners=about.owners,
     )
     cluster.call("Master.OpenRun", frame(open_run=order), timeout_s=SILENCE_S)
     for program in about.programs:

@@ -166,14 +166,17 @@ def _each(program: Program, change: Callable[[Partition], Partition]) -> Program
 
 def _contributing(partition: Partition, gate: str, driver: TaskName) -> Partition:
     written: dict[int, ValueId] = {}
-    indices: list[int] = []
+    remaining: dict[int, Node] = {}
     for index, node in enumerate(partition.nodes):
-        if isinstance(node, WriteNode):
-            written.update(zip(node.variables, node.values, strict=True))
-        else:
-            indices.append(index)
+        if not isinstance(node, WriteNode):
+            remaining[index] = node
+            continue
+        own, contributed = _apart(partition, node, is_driver=partition.task == driver)
+        written.update(contributed)
+        if own is not None:
+            remaining[index] = own
     means = [v for v in written if _starts(partition.variables[v], MEAN)]
-    if not written or (partition.task == driver and not means):
+    if not written:
         return partition
     slots = [
         written.pop(v) for v in list(written) if _starts(partition.variables[v], SLOT)
@@ -186,12 +189,27 @@ def _contributing(partition: Partition, gate: str, driver: TaskName) -> Partitio
             f"{len(slots)} slots"
         )
     contribute = ContributeNode(tuple(written), tuple(written.values()), slots[0])
-    place = {old: new for new, old in enumerate(indices)}
-    nodes = [_moved(partition.nodes[old], place) for old in indices]
+    place = {old: new for new, old in enumerate(remaining)}
+    nodes = [_moved(node, place) for node in remaining.values()]
     variables = _as_given(partition, written)
     return replace(
         partition, variables=variables, nodes=(*nodes, contribute), gate=gate
     )
+
+
+def _apart(
+    partition: Partition, node: WriteNode, *, is_driver: bool
+) -> tuple[WriteNode | None, dict[int, ValueId]]:
+    """Returns what a node writes to the driver's own variables, and what it gives."""
+    pairs = dict(zip(node.variables, node.values, strict=True))
+    contributed = {
+        v: value
+        for v, value in pairs.items()
+        if not is_driver or partition.variables[v].name.startswith((MEAN, SLOT))
+    }
+    own = {v: value for v, value in pairs.items() if v not in contributed}
+    write = replace(node, variables=tuple(own), values=tuple(own.values()))
+    return (write if own else None), contributed
 
 
 def _as_given(

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
+from jgraph.graph.device import is_worker
 from jgraph.graph.ir import TaskName
 from jgraph.graph.rows.hash_spec import HashSpec
 from jgraph.plan.program.nodes import (
@@ -73,6 +74,21 @@ def changing(partition: Partition) -> frozenset[int]:
     """Returns the nodes that change variables, by index."""
     nodes = enumerate(partition.nodes)
     return frozenset(n for n, node in nodes if changes_state(partition, node))
+
+
+def is_recorded(program: Program, task: TaskName, *, updates: bool) -> bool:
+    """Whether a copy of what a task holds follows the steps of a program.
+
+    Of a worker only the updates: what it has of its own steps, as what rounding took
+    from gradients, begins anew with its process.
+
+    Args:
+      program: has a partition of the task, or none.
+      task: who holds variables.
+      updates: the program makes synchronous updates.
+    """
+    has_part = any(part.task == task for part in program.partitions)
+    return has_part and (updates or not is_worker(task))
 
 
 def replayed(

@@ -3231,6 +3231,7 @@ class OpenRun(_message.Message):
     HOLDERS_FIELD_NUMBER: _builtins.int
     STANDBYS_FIELD_NUMBER: _builtins.int
     ELASTIC_FIELD_NUMBER: _builtins.int
+    OWNERS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     info: _builtins.str
     """JSON: what to know of it in order to attach"""
@@ -3282,6 +3283,12 @@ class OpenRun(_message.Message):
     def elastic(self) -> Global___RunElastic:
         """workers join and leave; unset: those that it began with"""
 
+    @_builtins.property
+    def owners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers that hold variables of it: what is done about the loss of a ps is done about
+        theirs.
+        """
+
     def __init__(
         self,
         *,
@@ -3302,10 +3309,11 @@ class OpenRun(_message.Message):
         holders: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         standbys: _abc.Iterable[_builtins.str] | None = ...,
         elastic: Global___RunElastic | None = ...,
+        owners: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "copies", b"copies", "elastic", b"elastic", "gate", b"gate", "saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "client", b"client", "copies", b"copies", "elastic", b"elastic", "frames", b"frames", "gate", b"gate", "holders", b"holders", "incarnation", b"incarnation", "info", b"info", "master", b"master", "run", b"run", "saves", b"saves", "source", b"source", "standbys", b"standbys", "term", b"term", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "client", b"client", "copies", b"copies", "elastic", b"elastic", "frames", b"frames", "gate", b"gate", "holders", b"holders", "incarnation", b"incarnation", "info", b"info", "master", b"master", "owners", b"owners", "run", b"run", "saves", b"saves", "source", b"source", "standbys", b"standbys", "term", b"term", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

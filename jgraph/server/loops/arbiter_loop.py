@@ -126,6 +126,10 @@ class ArbiterLoop:
             # What it was about to tell of may be lost, and it would be waited for.
             error = TaskLostError(f"{peer} is out of reach for the arbiter", task=peer)
             self._end("failed", error)
+        self.replica_lost(peer)
+
+    def replica_lost(self, peer: TaskName) -> None:
+        """Learns that a task makes no contributions any more; it may have some yet."""
         for handle, task in self._replicas.items():
             if task == peer:
                 self._take(ReplicaLost(handle))

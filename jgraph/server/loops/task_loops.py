@@ -318,7 +318,7 @@ class TaskLoops:
     def _tell(self, order: pb.StopLoop) -> None:
         loop = self._loops.get(order.loop)
         if isinstance(loop, ArbiterLoop) and order.lost:
-            loop.peer_lost(TaskName(order.lost))
+            loop.replica_lost(TaskName(order.lost))
         elif isinstance(loop, LoopRun) and order.halt:
             loop.halt(order.halt, bounded_s(order.timeout_s))
         elif loop is not None:

@@ -17,7 +17,7 @@ from jgraph.coordination.run.same_version import Ask, Differ, meet
 from jgraph.errors import CopyLostError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.program import Program
-from jgraph.plan.program.replay import changing, replayed
+from jgraph.plan.program.replay import changing, is_recorded, replayed
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
@@ -72,9 +72,9 @@ class RunCopies:
             return
         copies = self.order.copies
         updates = copies.HasField("updates") and copies.updates == number
-        tasks = [part.task for part in self._program(number).partitions]
+        program = self._program(number)
         for one in copies.streams:
-            if one.task in tasks:
+            if is_recorded(program, TaskName(one.task), updates=updates):
                 await self._keep(one, {handle: number}, updates=updates)
 
     async def _keep(
@@ -225,7 +225,8 @@ class RunCopies:
         src, handles = TaskName(one.task), list[str]()
         for number in range(len(self.order.copies.handles)):
             program, handle = self._program(number), ""
-            if src in [part.task for part in program.partitions]:
+            updates = self.order.copies.updates == number
+            if is_recorded(program, src, updates=updates):
                 handle = f"{one.stream}.{number}"
                 again = replayed(program, src, onto, one.stream)
                 message, tensors = encode_program(again)

@@ -15,10 +15,15 @@ from jgraph.errors import (
     TaskLostError,
     UninitializedError,
 )
-from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.server.runs.peers import Peers, is_there, reaches_every_ps, ready_tasks
+from jgraph.server.runs.peers import (
+    Peers,
+    holds_state,
+    is_there,
+    reaches_state,
+    ready_tasks,
+)
 
 
 @final
@@ -43,8 +48,11 @@ class RunLosses:
 
     @property
     def holders(self) -> dict[str, str]:
-        """Processes of the ps that hold the state of the run."""
-        return {task: one for task, one in self.known.items() if is_ps(task)}
+        """Processes of the tasks that hold the state of the run."""
+        return {task: one for task, one in self.known.items() if self._holds(task)}
+
+    def _holds(self, task: TaskName) -> bool:
+        return holds_state(self._order, task)
 
     def forget(self) -> None:
         """Knows no more than which processes hold the state, as the order says."""
@@ -72,20 +80,20 @@ class RunLosses:
         task = TaskName(order.task)
         named = TaskName(str(error.details.get("task", "")))
         is_loss = isinstance(error, TaskLostError | ClusterUnreachableError)
-        if is_loss and named == task and not decides:
+        if is_loss and named == task and not (decides or self._holds(task)):
             return LoopLost(order.replica, error)  # whoever else answers
         ready = await ready_tasks(self._peers)
         if is_loss:
             # A ps that is where it was, or only the worker does not reach it.
             if not decides and is_link_loss(named, self.known, ready):
-                if is_ps(named):
+                if self._holds(named):
                     self.unreached[named] = error
                 return LoopLost(order.replica, error)
-            return StateLost(replica, error) if is_ps(named) else failed
+            return StateLost(replica, error) if self._holds(named) else failed
         changed = {t for t, one in self.known.items() if ready.get(t) != one}
         # It has lost what it had, though it may be the one that was known last.
         is_new = isinstance(error, InvalidProgramError | UninitializedError)
-        if any(map(is_ps, changed)) or (is_new and is_ps(named)):
+        if any(map(self._holds, changed)) or (is_new and self._holds(named)):
             return StateLost(replica, error)
         if task in changed:
             return LoopLost(order.replica, error)
@@ -94,10 +102,10 @@ class RunLosses:
         return StateLost(replica, error) if goes_back else failed
 
     async def ps(self) -> list[TaskName]:
-        """Returns the ps whose processes do not answer any more."""
+        """Returns the holders of the state whose processes do not answer any more."""
         ready = await ready_tasks(self._peers)
         changed = [t for t, one in self.known.items() if ready.get(t) != one]
-        return list(filter(is_ps, changed))
+        return list(filter(self._holds, changed))
 
     async def unreached_ps(self) -> JGError | None:
         """Returns the error of a worker if the ps that it did not reach is gone now."""
@@ -108,8 +116,15 @@ class RunLosses:
         return None
 
     async def is_back(self, task: TaskName, ready: Mapping[TaskName, str]) -> bool:
-        """Whether a worker is there again, and reaches every ps; it is known then."""
-        if task in ready and await reaches_every_ps(self._peers, task):
+        """Whether a worker is there again, and reaches every ps; it is known then.
+
+        One that held variables of the run, and was started again, has lost them.
+        """
+        if self._holds(task) and ready.get(task, self.known[task]) != self.known[task]:
+            what = f"{task} was started again, and what it held is lost"
+            self.unreached[task] = TaskLostError(what, task=task)
+            return False
+        if task in ready and await reaches_state(self._peers, self._order, task):
             self.known[task] = ready[task]
             return True
         return False

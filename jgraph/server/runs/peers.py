@@ -85,14 +85,26 @@ async def is_there(peers: Peers, task: TaskName, incarnation: str) -> bool:
     return False
 
 
-async def reaches_every_ps(peers: Peers, worker: TaskName) -> bool:
-    """Whether a worker says so: what it lost may be no more than a link."""
+def holds_state(order: pb.OpenRun, task: str) -> bool:
+    """Whether a task may hold variables of a run: a ps, or an owner among the workers.
+
+    Example:
+      >>> order = pb.OpenRun(owners=["/job:worker/task:0"])
+      >>> tasks = ["/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"]
+      >>> [holds_state(order, task) for task in tasks]
+      [True, True, False]
+    """
+    return is_ps(task) or task in order.owners
+
+
+async def reaches_state(peers: Peers, order: pb.OpenRun, worker: TaskName) -> bool:
+    """Whether a worker reaches all who hold a run's state: it may have lost a link."""
     with suppress(JGError):
         reply = await peers.call(
             worker, "Master.Status", _NO_QUESTION, timeout_s=2 * CONTROL_S
         )
         missing = body_of(reply).missing
-        return not any(map(is_ps, missing))
+        return not any(holds_state(order, task) for task in missing)
     return False
 
 

@@ -18,7 +18,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.runtime.files.blocks import Sums
 from jgraph.runtime.files.shard_files import read_proof
-from jgraph.server.runs.peers import Peers
+from jgraph.server.runs.peers import Peers, holds_state
 from jgraph.server.runs.saving.checkpointer import STEP
 from jgraph.server.runs.worker_setup import WorkerSetup
 
@@ -42,8 +42,8 @@ class PsSetup:
 
     @property
     def tasks(self) -> list[TaskName]:
-        """All ps of the cluster; the first one counts the updates."""
-        return [task for task in self.peers.tasks() if is_ps(task)]
+        """All that hold the state of the run: the ps, and owners among the workers."""
+        return [t for t in self.peers.tasks() if holds_state(self.order, t)]
 
     async def open_gate(self, task: TaskName) -> None:
         """Opens the gate of asynchronous training, if the ps has one.
@@ -55,15 +55,18 @@ class PsSetup:
             await self.peers.call(task, "OpenGate", frame(open_gate=self.order.gate))
 
     async def give_data(self, task: TaskName, loops: Iterable[pb.RunLoop]) -> None:
-        """Gives the first ps the data that it keeps for workers that are lost.
+        """Gives a task the data of its own loop.
+
+        And the first ps what it keeps for workers that are lost.
 
         Raises:
           JGError: nobody has the data.
         """
         keeps = not (self.order.source or self.order.client.gives_data)
-        if keeps and task == self.tasks[0]:
-            for name in sorted({loop.data for loop in loops if loop.data}):
-                await self.workers.give_data(task, name)
+        keeps = keeps and task == next(filter(is_ps, self.tasks), None)
+        named = {one.data for one in loops if keeps or one.task == task}
+        for name in sorted(filter(None, named)):
+            await self.workers.give_data(task, name)
 
     async def load(self, task: TaskName, path: Path) -> list[tuple[str, Sums]]:
         """Gives a ps its variables from a checkpoint.
@@ -125,7 +128,7 @@ async def version_of(peers: Peers, order: pb.OpenRun) -> int:
       JGError: a ps does not say, and it may be the one that counts.
     """
     query = frame(variable_query=pb.VariableQuery(containers=[container_of(order)]))
-    ps = [task for task in peers.tasks() if is_ps(task)]
+    ps = [task for task in peers.tasks() if holds_state(order, task)]
     calls = (peers.call(task, "Variables", query) for task in ps)
     rows = [
         row

@@ -142,7 +142,7 @@ def saves_order(
       options: where and how often.
     """
     directory = absolute(options.directory)
-    driver = TaskName(cluster.tasks("ps")[0])
+    driver = [*map(TaskName, cluster.tasks("ps")), *step.owners][0]
     program, snapshot = session.snapshots.repeatable(step.variables, driver)
     shards: defaultdict[str, list[Any]] = defaultdict(list)
     numbers = stored_as(step.unflatten(list(range(len(step.names)))))

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import final, overload
 
-from jgraph.cluster.loop_messages import LoopReport
+from jgraph.cluster.loop_messages import ARBITER, LoopReport
 from jgraph.graph.device import TaskName, is_ps
 from jgraph.view import markup
 
@@ -105,7 +105,8 @@ class MemberBook:
     def note(self, report: LoopReport) -> None:
         """Takes a report of a loop."""
         task = report.task
-        if is_ps(task) or report.restored is not None:
+        decides = is_ps(task) or report.replica == ARBITER
+        if decides or report.restored is not None:
             return  # of no worker
         self.did(task, len(report.steps))
         if report.handle:

@@ -13,7 +13,7 @@ from jgraph.client.session import Session
 from jgraph.errors import ClusterError, ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.program import Program
-from jgraph.plan.program.replay import replayed
+from jgraph.plan.program.replay import is_recorded, replayed
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.state.remote_arrays import total_nbytes
 from jgraph.train.step.train_step import TrainStep
@@ -52,7 +52,8 @@ def make_durable_copies(
     """
     if durability == "checkpoint":
         return None
-    if durability == "replica" and len(cluster.tasks("ps")) < 2:
+    holders = [*cluster.tasks("ps"), *step.owners]
+    if durability == "replica" and len(holders) < 2:
         raise ConfigError(
             "durability='replica' keeps a copy of each ps on another one, and the "
             "cluster has only one; start two, or save checkpoints with "
@@ -66,7 +67,7 @@ class Copies:
     """Keeps the copies of one runner's variables.
 
     Args:
-      cluster: with two ps at least, unless the copies are logs.
+      cluster: with two ps, or owners, at least, unless the copies are logs.
       session: registers programs.
       step: whose variables.
       in_logs: what changes is written to a log of each ps, not done on another.
@@ -78,7 +79,7 @@ class Copies:
         self._cluster = cluster
         self._session = session
         self._step = step
-        self._ps = cluster.tasks("ps")
+        self._ps = [*cluster.tasks("ps"), *step.owners]
         self._in_logs = in_logs
         self._programs: list[Program] = []
         self._is_open = False
@@ -119,14 +120,10 @@ class Copies:
             its handles.
           handles: of the program; none of its steps is under way.
         """
-        tasks = [partition.task for partition in self._programs[program].partitions]
+        updates = program == self._updates
         for src in self._ps:
-            if src in tasks:
-                self._keep(
-                    src,
-                    dict.fromkeys(handles, program),
-                    updates=program == self._updates,
-                )
+            if is_recorded(self._programs[program], src, updates=updates):
+                self._keep(src, dict.fromkeys(handles, program), updates=updates)
         self._is_open = False  # from the first step on they are of this run
 
     def about(self, handles: Sequence[str]) -> pb.RunCopies:
@@ -165,9 +162,9 @@ class Copies:
 
     def _take(self, src: TaskName, dst: TaskName) -> None:
         stream, again = self._stream(src), list[str]()
-        for program in self._programs:
+        for number, program in enumerate(self._programs):
             handle = ""
-            if src in [partition.task for partition in program.partitions]:
+            if is_recorded(program, src, updates=number == self._updates):
                 there = replayed(program, src, dst, stream)
                 handle = self._session.register(there)
                 self._handles.append(handle)

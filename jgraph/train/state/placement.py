@@ -9,14 +9,29 @@ from jgraph.graph.ir import TaskName
 from jgraph.plan.plan import Plan, plan
 
 
-def plan_on(cluster: Cluster, graph: Graph, driver: TaskName) -> Plan:
-    """Returns what goes where; all that is not placed goes to the driver."""
+def plan_on(
+    cluster: Cluster, graph: Graph, driver: TaskName, own: str | None = None
+) -> Plan:
+    """Returns what goes where; all that is not placed goes to the driver.
+
+    Args:
+      cluster: where.
+      graph: what.
+      driver: the task where feeds enter and fetches leave.
+      own: how the names begin of variables that are the driver's, whatever their
+        device says; None: no name does.
+    """
     return plan(
         graph,
         tasks=cluster.tasks(),
         driver=driver,
         default=DeviceSpec.from_string(driver),
         platforms=cluster.platforms,
+        variable_tasks={
+            v.key: driver
+            for v in graph.variables
+            if own is not None and v.name.startswith(own)
+        },
     )
 
 

@@ -220,7 +220,7 @@ class RemoteState:
 
     def hold(self) -> DrainHolds:
         """Holds the tasks of a run until ``let_go``: nobody ends who was told to."""
-        self._drain_holds = DrainHolds(self.cluster)
+        self._drain_holds = DrainHolds(self.cluster, self.step.owners)
         return self._drain_holds
 
     def let_go(self) -> None:

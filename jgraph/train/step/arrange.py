@@ -2,22 +2,81 @@
 
 A parameter and the optimizer's state for it are cut alike and live together, shard by
 shard: an update then needs nothing from elsewhere.
+
+Dense parameters may have owners: tasks over which each is cut evenly. Where these are
+the workers, an update is a reduce-scatter of gradients and an all-gather of parameters
+in two hops, and each worker has its part of the optimizer's state.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", 2020; Jiang et al., "A Unified Architecture for Accelerating
+Distributed DNN Training in Heterogeneous GPU/CPU Clusters", 2020 (BytePS).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 from jgraph.errors import ConfigError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName
 from jgraph.graph.rows.hash_spec import HashSpec
-from jgraph.graph.sharding import Partitioner, Sharding, sharding_of
+from jgraph.graph.sharding import Partitioner, Sharding, array_nbytes, sharding_of
 from jgraph.graph.variable import Variable
 from jgraph.plan.placement.spread import nbytes_of
+from jgraph.view.units import bytes_text, count_text
 
 Place: TypeAlias = Callable[[Mapping[str, int]], Mapping[str, TaskName]]
 """Chooses a task for each group of variables, given the bytes of each group."""
+
+_MIN_SHARD_BYTES: Final = 64 << 10
+"""A smaller piece costs more as a message of its own than it saves."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Tasks that hold all variables of a run but its tables, cut over them.
+
+    Attributes:
+      tasks: who they are.
+      place: where what is not cut into one piece for each of them lives.
+      tables: parameters that they do not hold, with their optimizer state.
+    """
+
+    tasks: tuple[TaskName, ...]
+    place: Place
+    tables: frozenset[str] = frozenset()
+
+    def note(self, variables: Sequence[Variable]) -> str:
+        """Returns a line for the plan on the variables of a run."""
+        parameters = [v for v in variables if v.name.startswith("params/")]
+        dense = [v for v in parameters if v.name not in self.tables]
+        nbytes = sum(nbytes_of(v.spec) for v in dense)
+        cut = sum(v.spec.sharding is not None for v in dense)
+        where = f"{count_text(len(self.tasks), 'worker')} as well as their state"
+        tables = len(parameters) - len(dense)
+        rest = f"; {count_text(tables, 'table')} on ps" if tables else ""
+        return (
+            f"dense: {count_text(len(dense), 'parameter')}, {bytes_text(nbytes)}, on "
+            f"{where}, {cut} of them in {len(self.tasks)} parts{rest}"
+        )
+
+    def cut(self, shape: Sequence[int], dtype: Any) -> list[int]:
+        """Returns the number of shards per axis: one for each owner, or one in all.
+
+        Example:
+          >>> tasks = tuple(TaskName(f"/job:worker/task:{n}") for n in range(2))
+          >>> owners = Owners(tasks, lambda sizes: {})
+          >>> owners.cut([1000, 64], "float32"), owners.cut([10, 64], "float32")
+          ([2, 1], [1, 1])
+          >>> owners.cut([1, 64000], "float32")
+          [1, 2]
+        """
+        counts, shards = [1] * len(shape), len(self.tasks)
+        fits = [axis for axis, size in enumerate(shape) if size >= shards]
+        if fits and array_nbytes(shape, dtype) >= _MIN_SHARD_BYTES * shards:
+            counts[fits[0]] = shards
+        return counts
 
 
 @final
@@ -30,12 +89,14 @@ class Arrangement:
       partitioner: into how many shards a parameter is cut; whole if unset.
       partition_strategy: ``"div"`` or ``"mod"``: which rows a shard has.
       ps: tasks on each of which a hash table has a shard.
+      owners: hold all but the tables; None: all is placed alike.
     """
 
     place: Place | None = None
     partitioner: Partitioner | None = None
     partition_strategy: str = "div"
     ps: tuple[TaskName, ...] = ()
+    owners: Owners | None = None
 
     def variables(
         self,
@@ -87,9 +148,12 @@ class Arrangement:
         variables = tuple(make(name, group) for name, group in pairs)
         if self.place is None:
             return variables
-        free = [n for n, group in enumerate(groups) if group not in table_shards]
-        tasks = self.place(
-            _bytes_of([variables[n] for n in free], [groups[n] for n in free])
+        tasks = self._tasks(
+            [
+                (variable, group)
+                for variable, group in zip(variables, groups, strict=True)
+                if group not in table_shards
+            ]
         )
 
         def devices(variable: Variable, group: str) -> list[DeviceSpec]:
@@ -102,6 +166,21 @@ class Arrangement:
             else make(name, group, devices(variable, group))
             for variable, (name, group) in zip(variables, pairs, strict=True)
         )
+
+    def _tasks(
+        self, variables: Sequence[tuple[Variable, str]]
+    ) -> Mapping[str, TaskName]:
+        """Returns the task of each shard of each group."""
+        assert self.place is not None  # who asks has seen to it
+        if self.owners is None:
+            return self.place(_bytes_of(variables))
+        tables = self.owners.tables
+        apart = [pair for pair in variables if pair[1] in tables]
+        dense = [pair for pair in variables if pair[1] not in tables]
+        return {
+            **(self.place(_bytes_of(apart)) if apart else {}),
+            **self.owners.place(_bytes_of(dense)),
+        }
 
     def _column(
         self, name: str, value: Any, container: str, table: HashSpec
@@ -117,15 +196,18 @@ class Arrangement:
         )
 
     def _cut(self, name: str, value: Any) -> list[int] | None:
-        if self.partitioner is None or not _shape(value):
+        partitioner = self.partitioner
+        if partitioner is None and self.owners and name not in self.owners.tables:
+            partitioner = self.owners.cut
+        if partitioner is None or not _shape(value):
             return None
-        if not callable(self.partitioner):
+        if not callable(partitioner):
             raise ConfigError(
-                f"variable_partitioner is {self.partitioner!r:.60}; give a partitioner "
+                f"variable_partitioner is {partitioner!r:.60}; give a partitioner "
                 "such as jg.fixed_size_partitioner(2)"
             )
         shape, dtype = _shape(value), _dtype(value)
-        counts = self.partitioner(shape, dtype)
+        counts = partitioner(shape, dtype)
         cut = sharding_of(name, shape, counts, self.partition_strategy)
         return None if cut is None else _counts(cut, len(shape))
 
@@ -138,10 +220,10 @@ def _key(group: str, shard: int) -> str:
     return group if shard == 0 else f"{group}/part_{shard}"
 
 
-def _bytes_of(variables: Sequence[Variable], groups: Sequence[str]) -> dict[str, int]:
+def _bytes_of(variables: Sequence[tuple[Variable, str]]) -> dict[str, int]:
     """Returns the bytes of what must live together; first shards with the whole."""
     sizes: dict[str, int] = {}
-    for variable, group in zip(variables, groups, strict=True):
+    for variable, group in variables:
         for number, spec in enumerate(variable.spec.shards):
             key = _key(group, number)
             sizes[key] = sizes.get(key, 0) + nbytes_of(spec)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import optax
 
 from jgraph.coordination.step.finite import FiniteCheck
-from jgraph.graph.device import device
+from jgraph.graph.device import device, is_worker
 from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName
 from jgraph.graph.rows.padded_rows import spread_rows
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
@@ -102,6 +103,8 @@ class TrainStep:
         names = ["/".join(path) for path in paths]
         of = dict(zip(names, groups, strict=True))
         specs = table_specs(adapter.tables, self._tx.init, tree["params"], of, len(ps))
+        self.owned_by = None if arrangement is None else arrangement.owners
+        """Who holds the dense variables; None: the ps, as all others."""
         self.tables = trained_tables(adapter.tables, specs, container, ps)
         """The hash tables on parameter servers."""
         self.variables: tuple[Variable, ...] = (arrangement or Arrangement()).variables(
@@ -125,6 +128,12 @@ class TrainStep:
     def plain(self) -> list[Variable]:
         """The variables that are no columns of hash tables."""
         return [variable for variable in self.variables if not variable.spec.table]
+
+    @property
+    def owners(self) -> list[TaskName]:
+        """The workers that hold variables, sorted; none: only ps do."""
+        tasks = {str(shard.device) for v in self.variables for shard in v.shards}
+        return sorted(TaskName(task) for task in tasks if is_worker(task))
 
     @property
     def names(self) -> list[str]:

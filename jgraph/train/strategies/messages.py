@@ -100,6 +100,7 @@ def about_run(
         wait_s=order.wait_s,
         client=client,
         elastic=elastic,
+        owners=state.step.owners,
     )
 
 

@@ -1,7 +1,7 @@
 """AsyncPS and SyncPS: options of parameter-server training."""
 
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Final, Literal, TypeAlias, final, get_args
 
 from jgraph.errors import ConfigError, hints
 from jgraph.graph.sharding import Partitioner
@@ -11,6 +11,11 @@ from jgraph.train.state.durability import Durability, check_durability
 from jgraph.train.step.compress import GradientDtype, check_gradient_dtype
 from jgraph.train.strategies.elastic import Elastic, check_elastic
 from jgraph.view import markup
+
+Dense: TypeAlias = Literal["ps", "workers"]
+"""Who holds dense parameters: see ``SyncPS``."""
+
+DENSE: Final[tuple[Dense, ...]] = get_args(Dense)
 
 
 @final
@@ -132,6 +137,11 @@ class SyncPS:
       durability: what a run still has when a ps is lost, as for ``AsyncPS``. All ps go
         on from the same update; for that, with ``"replica"`` each ps also keeps its
         variables as they were before the newest update.
+      dense: who holds dense parameters and their optimizer state. ``"ps"``. Or
+        ``"workers"``: each large one is cut evenly over the workers, which sum the
+        gradients of their part, update it, and send it to the others; tables of which
+        rows travel stay on the ps, and without tables no ps is needed. What is
+        computed is the same. A worker that is lost is then lost as a ps is.
       elastic: lets workers join and leave between two updates, as for ``AsyncPS``. An
         update is of all workers there are then, but the backups, unless
         ``replicas_to_aggregate`` says how many.
@@ -152,10 +162,12 @@ class SyncPS:
     placement: PlacementFunction | None = None
     gradient_dtype: GradientDtype | None = None
     durability: Durability = "checkpoint"
+    dense: Dense = "ps"
     elastic: Elastic | None = None
 
     def __post_init__(self) -> None:
         _check_shared(self)
+        self._check_dense()
         replicas = self.replicas_to_aggregate
         if replicas is not None and not is_count(replicas, 1):
             raise ConfigError(
@@ -173,6 +185,19 @@ class SyncPS:
                 f"SyncPS(backup_workers={backups}) with jg.Elastic(workers="
                 f"{self.elastic.workers}): of the least workers none would be left to "
                 f"wait for; write workers=({backups + 1}, …), or fewer backup workers"
+            )
+
+    def _check_dense(self) -> None:
+        if self.dense not in DENSE:
+            raise ConfigError(
+                f"dense is {self.dense!r:.60}; it says who holds dense parameters: "
+                f"{', '.join(map(repr, DENSE[:-1]))} or {DENSE[-1]!r}"
+            )
+        if self.dense != "ps" and self.elastic is not None:
+            raise ConfigError(
+                f"SyncPS(dense={self.dense!r}) with elastic=: each worker holds its "
+                "part of the parameters, so none may join or leave a run that goes on; "
+                "leave out elastic=, or write dense='ps'"
             )
 
     def contributions(self, workers: int) -> int:

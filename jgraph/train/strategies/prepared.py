@@ -1,6 +1,6 @@
 """Prepared step: what a run on a cluster registers for batches of one shape."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -24,6 +24,8 @@ class Prepared:
       shards: tasks with the gate; the first one decides for all.
       finite: which metric says what is finite; None: it is not checked.
       on_ps: the program that averages and updates in synchronous training, if any.
+      of_workers: the program of each worker, where they hold variables; else all have
+        that of the plan.
       handles: of the registered programs: one per replica, then that of ``on_ps``.
       workers: by handle, also of programs of workers that were lost.
     """
@@ -34,13 +36,17 @@ class Prepared:
     shards: list[TaskName]
     finite: FiniteCheck | None
     on_ps: Sequence[Program] = ()
+    of_workers: Mapping[TaskName, Program] = field(default_factory=dict)
     handles: list[str] = field(default_factory=list)
     workers: dict[str, TaskName] = field(default_factory=dict)
 
     def programs(self, workers: Sequence[TaskName]) -> list[Program]:
         """Returns what each worker runs, and then what is run on the ps."""
         program = self.plan.program
-        each = [program.rename_task(program.driver, worker) for worker in workers]
+        each = [
+            self.of_workers.get(worker) or program.rename_task(program.driver, worker)
+            for worker in workers
+        ]
         return [*(for_replica(one, n) for n, one in enumerate(each)), *self.on_ps]
 
     @property

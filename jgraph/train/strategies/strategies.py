@@ -1,5 +1,6 @@
 """Choice of a training strategy, and the runner made for it."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
@@ -13,6 +14,7 @@ from jgraph.train.step.compress import GradientDtype
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.strategies.async_runner import AsyncPS, AsyncRunner
 from jgraph.train.strategies.local import Local, LocalRunner
+from jgraph.train.strategies.owners import owners_of
 from jgraph.train.strategies.sync_runner import SyncPS, SyncRunner
 
 Strategy: TypeAlias = Local | AsyncPS | SyncPS
@@ -52,15 +54,25 @@ def choose_strategy(strategy: Strategy | None, cluster: Cluster | None) -> Strat
     return strategy
 
 
-def arrangement_on(cluster: Cluster | None, strategy: Strategy) -> Arrangement | None:
+def arrangement_on(
+    cluster: Cluster | None,
+    strategy: Strategy,
+    tables: Callable[[], frozenset[str]] = frozenset,
+) -> Arrangement | None:
     """Returns how variables are cut and placed; None: they stay in this process.
+
+    Args:
+      cluster: where they live.
+      strategy: how it trains.
+      tables: finds the parameters of which rows travel, if that matters.
 
     Raises:
       ConfigError: the cluster has no ps or no worker.
     """
     if cluster is None or isinstance(strategy, Local):
         return None
-    for job in ("ps", "worker"):
+    owns = isinstance(strategy, SyncPS) and strategy.dense != "ps"
+    for job in ("worker",) if owns else ("ps", "worker"):
         if job not in cluster.spec.jobs:
             raise ConfigError(
                 f"{type(strategy).__name__} needs tasks of job '{job}'; the cluster "
@@ -73,6 +85,7 @@ def arrangement_on(cluster: Cluster | None, strategy: Strategy) -> Arrangement |
         strategy.variable_partitioner,
         strategy.partition_strategy,
         tuple(ps),
+        owners_of(cluster, strategy, tables) if isinstance(strategy, SyncPS) else None,
     )
 
 

@@ -18,8 +18,11 @@ from jgraph.client.runs.gates import open_gate
 from jgraph.cluster.loop_messages import ARBITER, LoopRequest, SyncRequest
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.errors import ConfigError
+from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
+from jgraph.plan.plan import Plan
 from jgraph.plan.program.accumulate import MEAN, averaging, contributing, shards_of
+from jgraph.plan.program.replicas import own_prefix
 from jgraph.train.data.data import Dataset
 from jgraph.train.model.metrics import CONTRIBUTIONS
 from jgraph.train.run.members import RunMembers
@@ -137,13 +140,28 @@ class SyncRunner:
         apply_program = plan_on(self._cluster, apply_graph, leader).program
         reads = {v.name for p in apply_program.partitions for v in p.variables}
         graph = sync.gradient_graph({name for name in reads if name.startswith(MEAN)})
-        plan = plan_on(self._cluster, graph, self._workers.tasks[0])
-        plan = replace(plan, program=contributing(plan.program, gate))
+        if (owners := self._step.owned_by) is not None:
+            note = owners.note(self._step.variables)
+            graph = replace(graph, notes=(*graph.notes, note))
+        # A worker that holds variables has a part of its own in the step of each.
+        owns = bool(self._step.owners)
+        plans = [
+            self._plan_for(worker, graph)
+            for worker in (self._workers.tasks if owns else self._workers.tasks[:1])
+        ]
+        plan = plans[0]
         shards = [leader, *(s for s in shards_of(plan.program) if s != leader)]
         names = [*self._step.reported(apply_graph), CONTRIBUTIONS]
         finite = self._step.finite_check(apply_graph)
         on_ps = (averaging(apply_program, gate, shards),)
-        return Prepared(graph, plan, names, shards, finite, on_ps)
+        programs = {p.program.driver: p.program for p in plans} if owns else {}
+        return Prepared(graph, plan, names, shards, finite, on_ps, programs)
+
+    def _plan_for(self, worker: TaskName, graph: Graph) -> Plan:
+        """Returns the plan of one worker's contribution."""
+        plan = plan_on(self._cluster, graph, worker, own_prefix(0))
+        program = contributing(plan.program, self._step.container)
+        return replace(plan, program=program)
 
     def _book(self, order: Order, version: int) -> BatchBook:
         """Returns the book of a run that begins where the state is."""
