@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final, TypeAlias, final
 
+from jgraph.coordination.liveness.members import JOBS, MOST
 from jgraph.graph.ir import TaskName
 
 SILENT_S: Final = 20.0
@@ -89,17 +90,29 @@ class Election:
     """What a standby does whose master is lost, from what the other tasks answer.
 
     Terms strictly grow, and no two tasks ever take the same one: those of a task are
-    its number among all tasks, modulo how many there are.
+    its number among all tasks, modulo how many there are. Where workers join, one task
+    may know of more than another: the number is then that of its job and index, modulo
+    what these can be.
 
     Args:
       task: the standby.
       tasks: all of the cluster.
       now: when the master was lost, in seconds.
+      elastic: workers join the run.
     """
 
-    def __init__(self, task: TaskName, tasks: Collection[TaskName], now: float) -> None:
+    def __init__(
+        self,
+        task: TaskName,
+        tasks: Collection[TaskName],
+        now: float,
+        *,
+        elastic: bool = False,
+    ) -> None:
         self._task = task
         self._number, self._tasks = sorted(tasks).index(task), len(tasks)
+        if elastic:
+            self._number, self._tasks = _number_of(task, tasks)
         self._began_s = now
         self._newest = 0
 
@@ -156,6 +169,23 @@ class Election:
         same = {task: end for task, end in answers.items() if end.is_of(own)}
         longer = [task for task, end in same.items() if end.frames > own.frames]
         return sorted(longer, key=lambda task: (-answers[task].frames, task))
+
+
+def _number_of(task: TaskName, tasks: Collection[TaskName]) -> tuple[int, int]:
+    """Returns the number of a task, whoever else has joined, and how many there are.
+
+    Example:
+      >>> names = ["/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"]
+      >>> tasks = [TaskName(name) for name in names]
+      >>> [_number_of(task, tasks) for task in tasks]
+      [(0, 8192), (1, 8192), (3, 8192)]
+      >>> _number_of(tasks[0], tasks[:1])
+      (0, 8192)
+    """
+    named = [task.removeprefix("/job:").partition("/task:") for task in tasks]
+    jobs = sorted({job for job, _, _ in named} | JOBS)
+    job, _, index = task.removeprefix("/job:").partition("/task:")
+    return int(index) * len(jobs) + jobs.index(job), MOST * len(jobs)
 
 
 def _of_the_run(

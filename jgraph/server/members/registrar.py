@@ -293,8 +293,9 @@ class Registrar:
         address = members[news.task].address
         text = _TEXTS[news.kind].format(task=news.task, address=address)
         is_loss = news.kind == "lost"
+        # What is "lost" is a connection, and several of these are one.
         self._events.note(
-            "left" if news.kind == "leaves" else news.kind,
+            "joined" if news.kind == "joined" else "left",
             f"{text} (arrangement {news.arrangement.number})",
             level=logging.WARNING if is_loss else logging.INFO,
         )

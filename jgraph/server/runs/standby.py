@@ -209,7 +209,8 @@ class Standby:
     async def _elect(self, lost: JGError, missed_s: float) -> None:
         """Takes the place of the master, unless it is there or another task does."""
         peers, run = self._peers, self._order.run
-        election, waits = Election(peers.task, list(peers.tasks()), missed_s), ""
+        elastic, waits = self._order.HasField("elastic"), ""
+        election = Election(peers.task, list(peers.tasks()), missed_s, elastic=elastic)
         # It ends with the run: another master, once there is one, closes this standby.
         polling = Polling(_POLL_S, math.inf, self._clock)
         # Where not all is read, that of the master before is a standby again.

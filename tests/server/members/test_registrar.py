@@ -10,6 +10,7 @@ import pytest
 from jgraph.client.cluster import connect
 from jgraph.client.wait_for_tasks import view_of
 from jgraph.cluster import event_loop
+from jgraph.coordination.liveness.members import Gone
 from jgraph.errors import FencedError, RescaleError, TokenError, VersionError
 from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -189,6 +190,24 @@ def test_a_process_that_was_given_up_ends_when_it_hears_of_that(
     assert isinstance(worker.replaced, FencedError)
     assert "no member of its cluster" in worker.replaced.message
     assert worker.join(20)
+
+
+def test_that_one_is_no_member_any_more_is_told_beside_the_loss_of_its_link(
+    here: Servers, stack: ExitStack
+) -> None:
+    worker, ps = joined(here, stack), here.server(PS)._server
+    assert ps is not None
+    events, members = ps.service.events, ps.master.registrar
+
+    async def lose() -> None:
+        events.note("lost", f"{worker.task} is gone: its connection ended")
+        joins = ps.context.arrangement.members[WORKER1].incarnation
+        members._handle(Gone(WORKER1, joins))
+
+    event_loop.run(lose())
+    texts = [event.text for event in events.newest() if event.subject == WORKER1]
+    assert any("is gone" in text for text in texts)
+    assert any("no member of the cluster any more" in text for text in texts)
 
 
 def test_no_task_that_is_a_ps_is_told_to_leave(here: Servers) -> None:

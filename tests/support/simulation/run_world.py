@@ -123,6 +123,7 @@ class RunWorld:
         self.kept: dict[TaskName, Updates] = {t: [] for t in self.tasks if is_ps(t)}
         self.client = RunClientThere(self)
         self.named = False
+        self.terms: dict[int, RunProcess] = {}  # of which master each is
         for task in self.tasks:
             self.start(task)
         for task in self.tasks:
@@ -242,6 +243,8 @@ class RunWorld:
             raise TaskLostError(f"{task} did not get it", task=task)
         there = self.at(task)
         if method == "InheritRun" and src is not None and self.masters:
+            first = self.terms.setdefault(body.term, src)
+            assert first is src, f"two masters have the term {body.term}"
             self.invites(src)
 
         async def last() -> Frame:
