@@ -94,6 +94,15 @@ def serve(
     max_connections: Annotated[
         int, typer.Option(min=1, help="Connections over HTTP; more are refused.")
     ] = 1024,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="A cluster that computes models over tasks: jgraph://host:8470."
+        ),
+    ] = None,
+    tls_dir: Annotated[
+        Path | None, typer.Option(help="Certificates for the cluster.")
+    ] = None,
     drain_s: Annotated[
         float,
         typer.Option(
@@ -113,8 +122,14 @@ def serve(
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
+    running = None
+    if cluster is not None:
+        from jgraph.client.cluster import connect
+
+        running = connect(cluster, tls=tls_dir)
     server = ModelServer(
         models,
+        cluster=running,
         http_port=None if http_port < 0 else http_port,
         grpc_port=None if grpc_port < 0 else grpc_port,
         bind=bind,
@@ -146,6 +161,8 @@ def serve(
     while not ended.wait(1.0):
         pass
     server.stop(drain_s)
+    if running is not None:
+        running.close()
 
 
 def predict(

@@ -37,11 +37,18 @@ class WaitingFunction(Protocol):
 
     signature: Signature
 
+    @property
+    def problem(self) -> JGError | None:
+        """Why it cannot answer now; None: it can."""
+
     def prepare(self, inputs: Sequence[Array]) -> None:
         """Compiles what so many rows need, and tries it; waits for both."""
 
     async def answer(self, inputs: Sequence[Array]) -> Answered:
         """Returns the answer for a batch."""
+
+    def close(self) -> None:
+        """Lets go of what it holds elsewhere; not for the event loop."""
 
 
 Function: TypeAlias = LoadedFunction | WaitingFunction

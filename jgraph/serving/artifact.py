@@ -47,6 +47,7 @@ from jgraph.serving.signature import DATATYPES, MAX_RANK, Array, Signature, Tens
 
 FILE: Final = "jgraph_model.json"
 FORMAT: Final = 1
+KINDS: Final = ("stablehlo", "program")
 MAX_MANIFEST_BYTES: Final = 64 << 20
 MAX_PROGRAM_BYTES: Final = 1 << 30
 MAX_EXAMPLE_BYTES: Final = 1 << 30
@@ -68,6 +69,7 @@ class ModelManifest:
       arrays: its arrays, by path: ``params/Dense_0/kernel``.
       platforms: what its programs were made for.
       source: where it comes from: time, and step of a training.
+      kind: ``"stablehlo"``; ``"program"``: code is that of a program, for tasks.
       jgraph: the version that wrote it.
       jax: likewise.
     """
@@ -76,6 +78,7 @@ class ModelManifest:
     arrays: Mapping[str, Leaf]
     platforms: tuple[str, ...]
     source: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = "stablehlo"
     jgraph: str = __version__
     jax: str = jax.__version__
 
@@ -109,6 +112,8 @@ class ModelManifest:
         if not body["signatures"]:
             raise ValueError("it has no signature")
         body["platforms"] = tuple(body["platforms"])
+        if body.get("kind", KINDS[0]) not in KINDS:
+            raise ValueError(f"it is of the kind {body['kind']!s:.40}")
         return cls(**body)
 
 
@@ -178,7 +183,11 @@ def write_version(
             _write(draft / "programs" / digest, code)
         _write(draft / "example.npz", _packed(examples))
         whole = ModelManifest(
-            manifest.signatures, leaves, manifest.platforms, manifest.source
+            manifest.signatures,
+            leaves,
+            manifest.platforms,
+            manifest.source,
+            manifest.kind,
         )
         _write(draft / FILE, whole.to_json().encode())
         for directory in (draft / "arrays", draft / "programs", draft):
@@ -271,6 +280,19 @@ def read_program(version: Path, digest: str) -> bytes:
     name = f"programs/{digest}"
     with _naming(version, name):
         return read_file(version / "programs", digest, MAX_PROGRAM_BYTES)
+
+
+def checked_program(version: Path, digest: str) -> bytes:
+    """Reads the code of a digest, and compares it.
+
+    Raises:
+      ArtifactError: it is not what was exported.
+    """
+    code = read_program(version, digest)
+    if digest_of(code) != digest:
+        what = "its content is not what was exported"
+        raise damaged(version, f"programs/{digest}", what)
+    return code
 
 
 def read_arrays(version: Path, manifest: ModelManifest) -> Iterator[tuple[str, Array]]:

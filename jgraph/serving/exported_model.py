@@ -14,8 +14,7 @@ from jgraph.plan.program.program import SegmentCode
 from jgraph.runtime.compiled.compile_cache import CompileCache, Executable
 from jgraph.serving.artifact import (
     ModelManifest,
-    damaged,
-    digest_of,
+    checked_program,
     read_arrays,
     read_example,
     read_manifest,
@@ -110,6 +109,11 @@ def read_version(path: Path, cache: CompileCache) -> LoadedVersion[LoadedFunctio
       ProtocolError: this process cannot run the code.
     """
     manifest = read_manifest(path)
+    if manifest.kind != "stablehlo":
+        raise ArtifactError(
+            f"{path} is a model over tasks, and this process is none; serve it by a "
+            "cluster: jg.serve(path, cluster=…)"
+        )
     with wide_types():  # the manifest says what each array is
         arrays = {n: jax.device_put(a) for n, a in read_arrays(path, manifest)}
     functions: dict[str, LoadedFunction] = {}
@@ -213,9 +217,7 @@ class ExportedModel:
         for _ in read_arrays(self.path, self.manifest):
             pass
         for one in self.signatures.values():
-            if digest_of(read_program(self.path, one.program)) != one.program:
-                what = "its content is not what was exported"
-                raise damaged(self.path, f"programs/{one.program}", what)
+            checked_program(self.path, one.program)
         read_example(self.path, self.manifest)
         return self
 

@@ -12,6 +12,7 @@ from typing import Any, Final, Self, TypeAlias, final
 
 import grpc
 
+from jgraph.client.cluster import Cluster
 from jgraph.clock import SystemClock
 from jgraph.cluster import event_loop
 from jgraph.cluster.transport_choice import is_loopback
@@ -53,6 +54,7 @@ class ModelServer:
     Args:
       path: a directory of models, or one model; None: only ``models``.
       models: served as well, from elsewhere; ``run.serve`` makes one.
+      cluster: computes models over tasks, which ``jg.export(session=…)`` wrote.
       http_port: 0: any that is free; None: no HTTP.
       grpc_port: likewise.
       bind: the address to listen at.
@@ -87,6 +89,7 @@ class ModelServer:
         path: str | Path | None,
         *,
         models: Sequence[VersionSource] = (),
+        cluster: Cluster | None = None,
         http_port: int | None = 0,
         grpc_port: int | None = 0,
         bind: str = "127.0.0.1",
@@ -100,6 +103,7 @@ class ModelServer:
     ) -> None:
         self.path = None if path is None else Path(path).expanduser().absolute()
         self._sources = tuple(models)
+        self._cluster = cluster
         self._bind = bind
         self._tls = tls and tuple(Path(path).expanduser() for path in tls)
         self._watch_s = watch_s
@@ -236,7 +240,11 @@ class ModelServer:
         if self.path is not None:
             for path in await loop.run_in_executor(None, _models_in, self.path):
                 if path.name not in there:
-                    self._serve(ExportedVersions(path, self._cache))
+                    self._serve(
+                        ExportedVersions(
+                            path, self._cache, self._cluster, self._threads
+                        )
+                    )
         for model in list(there.values()):
             model.tell(await loop.run_in_executor(None, model.source.look))
 
@@ -366,6 +374,8 @@ class ModelServer:
             which whoever sends requests here has to notice first.
         """
         event_loop.run(self._stop(drain_s), "ending the model server")
+        for model in self._models.by_name.values():
+            model.close()
         self._loader.shutdown(wait=False)
         self._threads.shutdown(wait=False)
 

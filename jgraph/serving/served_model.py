@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, final
 
+from jgraph.client.cluster import Cluster
 from jgraph.clock import Clock
 from jgraph.coordination.serving.versions import (
     Drain,
@@ -35,13 +36,27 @@ from jgraph.errors import (
     ModelNotReadyError,
 )
 from jgraph.runtime.compiled.compile_cache import CompileCache
-from jgraph.serving.answering import Version, VersionSource
-from jgraph.serving.artifact import FILE, versions_in
-from jgraph.serving.exported_model import read_version
+from jgraph.serving.answering import Version, VersionSource, WaitingFunction
+from jgraph.serving.artifact import (
+    FILE,
+    ModelManifest,
+    checked_program,
+    read_arrays,
+    read_example,
+    read_manifest,
+    versions_in,
+)
+from jgraph.serving.exported_model import (
+    LoadedFunction,
+    LoadedVersion,
+    read_version,
+)
 from jgraph.serving.function_queue import FunctionQueue
 from jgraph.serving.labels import Labels, read_labels, set_label
 from jgraph.serving.model_options import ModelOptions, read_options
 from jgraph.serving.statistics import Statistics
+from jgraph.serving.tasks.program_file import program_from
+from jgraph.serving.tasks.program_function import ProgramFunction
 
 _LOG = logging.getLogger("jgraph.serving")
 LABEL: Final = "label:"
@@ -86,6 +101,20 @@ class ServedVersion:
         """Rows that wait."""
         return sum(queue.queued_rows for queue in self.queues.values())
 
+    @property
+    def can_answer(self) -> bool:
+        """Whether all that its functions need is there."""
+        return all(
+            isinstance(one, LoadedFunction) or one.problem is None
+            for one in self.loaded.functions.values()
+        )
+
+    def close(self) -> None:
+        """Lets go of what its functions hold elsewhere."""
+        for one in self.loaded.functions.values():
+            if not isinstance(one, LoadedFunction):
+                one.close()
+
 
 @final
 class ExportedVersions:
@@ -94,10 +123,20 @@ class ExportedVersions:
     Args:
       path: the directory.
       cache: compiled code of all models.
+      cluster: runs the programs of models over tasks.
+      threads: for what blocks.
     """
 
-    def __init__(self, path: Path, cache: CompileCache) -> None:
+    def __init__(
+        self,
+        path: Path,
+        cache: CompileCache,
+        cluster: Cluster | None,
+        threads: Executor,
+    ) -> None:
         self.name = path.name
+        self._cluster = cluster
+        self._threads = threads
         self.newest = _newest(path)
         self._path = path
         self._cache = cache
@@ -122,8 +161,33 @@ class ExportedVersions:
 
     def load(self, version: int) -> tuple[Version, ModelOptions]:
         """See ``VersionSource.load``."""
-        options = read_options(self._path)
-        return read_version(self._path / str(version), self._cache), options
+        path, options = self._path / str(version), read_options(self._path)
+        manifest = read_manifest(path)
+        if manifest.kind == "stablehlo":
+            return read_version(path, self._cache), options
+        return self._over_tasks(path, manifest), options
+
+    def _over_tasks(
+        self, path: Path, manifest: ModelManifest
+    ) -> LoadedVersion[WaitingFunction]:
+        if self._cluster is None:
+            raise ArtifactError(
+                f"{self.name} runs on several tasks; give the server a cluster: "
+                "jg.serve(path, cluster=…), jgraph serve --cluster jgraph://host:8470"
+            )
+        arrays = dict(read_arrays(path, manifest))
+        functions: dict[str, WaitingFunction] = {
+            name: ProgramFunction(
+                f"{self.name}/{path.name}",
+                one,
+                program_from(checked_program(path, one.program)),
+                arrays,
+                self._cluster,
+                self._threads,
+            )
+            for name, one in manifest.signatures.items()
+        }
+        return LoadedVersion(functions, read_example(path, manifest))
 
     def set_label(self, label: str, version: int | None) -> None:
         """See ``VersionSource.set_label``."""
@@ -193,7 +257,10 @@ class ServedModel:
                     self._draining.add(version)
                     self._end_if_idle(version)
                 case Unload(version):
-                    del self._there[version]
+                    gone = self._there.pop(version)
+                    asyncio.get_running_loop().run_in_executor(
+                        self._threads, gone.close
+                    )
 
     def _publish(self, table: Publish) -> None:
         self._table = table
@@ -297,7 +364,13 @@ class ServedModel:
     @property
     def is_ready(self) -> bool:
         """Whether it answers."""
-        return bool(self._table.ready)
+        ready = [self._there[number] for number in self._table.ready]
+        return bool(ready) and all(version.can_answer for version in ready)
+
+    def close(self) -> None:
+        """Lets go of what its versions hold elsewhere; they answer no more."""
+        for version in self._there.values():
+            version.close()
 
     async def load(self) -> None:
         """Loads the model, what failed before too; returns when it answers.

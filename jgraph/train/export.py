@@ -23,6 +23,7 @@ from flax import nnx
 from flax.core import meta, unfreeze
 
 from jgraph import _compat
+from jgraph.client.session import Session
 from jgraph.cluster.wait_message import show_wait
 from jgraph.errors import (
     ArtifactError,
@@ -48,8 +49,8 @@ from jgraph.serving.signature import (
     Array,
     Signature,
     TensorSpec,
-    check_dtype,
 )
+from jgraph.train.export_program import export_program, refuse_for_tasks
 from jgraph.train.hash_tables.hash_table import linen_tables, nnx_tables
 from jgraph.train.model.losses import positional
 from jgraph.train.model.served import (
@@ -57,6 +58,7 @@ from jgraph.train.model.served import (
     called,
     check_no_tables,
     names_after_first,
+    output_spec,
     outputs_of,
     rows_independent,
 )
@@ -89,6 +91,7 @@ def export(
     label: str | None = ...,
     rtol: float = ...,
     format: Literal["jgraph"] = ...,
+    session: Session | None = ...,
 ) -> ExportedModel: ...
 @overload
 def export(
@@ -122,6 +125,7 @@ def export(
     rtol: float = 1e-5,
     format: Literal["jgraph", "saved_model"] = "jgraph",  # noqa: A002
     tensorflow: str | Path | None = None,
+    session: Session | None = None,
 ) -> ExportedModel | Path:
     """Writes a version of a model, for ``jg.serve`` and ``ExportedModel.predict``.
 
@@ -150,6 +154,8 @@ def export(
         its directory. TensorFlow writes it, in a process of its own.
       tensorflow: a Python that has TensorFlow; this one if unset, or that of
         ``JGRAPH_TENSORFLOW_PYTHON``.
+      session: has the variables that ``model``, a function, uses on the tasks of a
+        cluster; it is then exported as a program for as many tasks, with their values.
 
     Raises:
       ArtifactError: a number that is taken, a random number in the function, an output
@@ -169,6 +175,21 @@ def export(
     """
     where = Path(path).expanduser().absolute()
     check_model_name(where.name)
+    if session is not None:
+        refuse_for_tasks(
+            fn=fn,
+            params=params,
+            signatures=signatures,
+            platforms=platforms,
+            tensorflow=tensorflow,
+            format=None if format == "jgraph" else format,
+        )
+        number = export_program(
+            model, example, where, session, version=version, batch=batch, rtol=rtol
+        )
+        if label is not None:
+            set_label(where, label, number)
+        return ExportedModel(where / str(number)).verify()
     if format == "saved_model":
         if label is not None:
             raise ArtifactError("a SavedModel has no labels; leave label= away")
@@ -361,7 +382,7 @@ def _exported(
     _check_traced(flat, [*types, *free], [*types, *fixed])
     code, avals = _lowered(flat, [*types, *free], platforms)
     outputs = [
-        _output(name, aval, call_example.batch)
+        output_spec(name, aval, call_example.batch)
         for name, aval in zip(names, avals, strict=True)
     ]
     signature = Signature(
@@ -372,18 +393,6 @@ def _exported(
         is_batched=call_example.batch is not None,
     )
     return signature, code
-
-
-def _output(name: str, aval: Any, batch: str | None) -> TensorSpec:
-    check_dtype(f"output {name}", aval.dtype.name)
-    sizes = [str(size) for size in aval.shape]
-    if batch is not None and (sizes[:1] != ["b"] or "b" in "".join(sizes[1:])):
-        raise ArtifactError(
-            f"output '{name}' has the shape ({', '.join(sizes)}) for b examples; "
-            "return a row for each example along axis 0, or export with batch=None"
-        )
-    shape = tuple(None if s == "b" else int(s) for s in sizes)
-    return TensorSpec(name, aval.dtype.name, shape)
 
 
 def _check_traced(

@@ -253,6 +253,16 @@ class LiveFunction:
         self._compiling = threading.Lock()
         self._dense = [name for name in call.names if name not in call.tables]
 
+    @property
+    def problem(self) -> JGError | None:
+        """See ``WaitingFunction.problem``."""
+        if self._on_loss == "stale":
+            return None
+        return next(iter(self._parameters.lost.values()), None)
+
+    def close(self) -> None:
+        """See ``WaitingFunction.close``; whoever serves closes the parameters."""
+
     # ------------------------------------------------------------ code
 
     def code(self, rows: int) -> _Code:

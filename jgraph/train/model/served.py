@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.errors import ArtifactError
-from jgraph.serving.signature import Array, Signature, check_dtype, short
+from jgraph.serving.signature import (
+    Array,
+    Signature,
+    TensorSpec,
+    check_dtype,
+    short,
+)
 from jgraph.train.model.losses import positional
 
 _LOG = logging.getLogger("jgraph.export")
@@ -140,6 +146,23 @@ def outputs_of(result: Any) -> dict[str, Any]:
             "the function returns what is no array; return an array, a tuple of "
             "arrays, or a dict of them"
         ) from error
+
+
+def output_spec(name: str, aval: Any, batch: str | None) -> TensorSpec:
+    """Returns what an output is, of a function for ``b`` examples.
+
+    Raises:
+      ArtifactError: it has not a row for each, or no dtype of a protocol.
+    """
+    check_dtype(f"output {name}", aval.dtype.name)
+    sizes = [str(size) for size in aval.shape]
+    if batch is not None and (sizes[:1] != ["b"] or "b" in "".join(sizes[1:])):
+        raise ArtifactError(
+            f"output '{name}' has the shape ({', '.join(sizes)}) for b examples; "
+            "return a row for each example along axis 0, or export with batch=None"
+        )
+    shape = tuple(None if s == "b" else int(s) for s in sizes)
+    return TensorSpec(name, aval.dtype.name, shape)
 
 
 def names_after_first(fn: Callable[..., Any] | None) -> Sequence[str]:

@@ -217,6 +217,7 @@ class Pipeline:
         self._check_params(params)
         return PipelineStep(
             self.value_and_grad,
+            self.apply,
             params,
             tx,
             self.devices,

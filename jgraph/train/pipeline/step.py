@@ -37,6 +37,7 @@ class PipelineStep:
     Args:
       value_and_grad: from (parameters, x, targets) to loss and gradients, and with
         ``input_gradients`` those of x.
+      apply: from (parameters, x) to what the last stage gives.
       params: initial parameters of each stage.
       tx: the optimizer.
       devices: of each stage.
@@ -48,12 +49,15 @@ class PipelineStep:
     Attributes:
       train: ``session.run(step.train, x, targets)`` trains one step and returns the
         loss. It is a ``jg.function``.
+      forward: likewise gives what the last stage makes of ``x``, of a batch in one
+        piece; ``jg.export(step.forward, x, path, session=session)`` writes it.
       variables: all of them.
     """
 
     def __init__(
         self,
         value_and_grad: Callable[..., Any],
+        apply: Callable[..., Any],
         params: Sequence[Tree],
         tx: optax.GradientTransformation,
         devices: Sequence[str],
@@ -64,6 +68,7 @@ class PipelineStep:
         partitioner: Partitioner | None = None,
     ) -> None:
         self._value_and_grad, self._tx = value_and_grad, CalledOptimizer(tx)
+        self._apply = apply
         values = {name: np.asarray(value) for name, value in (tables or {}).items()}
         rows = {name: len(value) for name, value in values.items()}
         self._tables = PipelineTables(rows, devices[0])
@@ -91,6 +96,19 @@ class PipelineStep:
         self._variable_tables = tuple(pairs)
         self.variables = tuple(variable for variable, _ in pairs)
         self.train = Function(self._train, "pipeline")
+        self.forward = Function(self._forward, "pipeline_forward")
+
+    def _forward(self, x: Any) -> Any:
+        places = self._tables.places(x)
+        reads = [
+            (variable, places[table][0] if table else ...)
+            for variable, table in self._variable_tables
+            if variable.name.startswith("params/")
+        ]
+        by_name = {variable.name: variable[rows] for variable, rows in reads}
+        now = self._with_values([by_name.get(v.name) for v in self.variables])
+        stages, tables = apart(now["params"])
+        return self._apply(stages, self._tables.looked_up(x, tables, places))
 
     def params(self, session: Session) -> list[Tree]:
         """Returns the parameters of each stage as they are now."""

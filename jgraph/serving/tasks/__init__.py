@@ -1,0 +1,1 @@
+"""Models over tasks: programs that a cluster runs, exported and served."""
