@@ -77,7 +77,7 @@ def live(a: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def hosting() -> Iterator[tuple[dict[str, Any], Any]]:
+def hosting() -> Iterator[tuple[dict[str, str], Any]]:
     """A process that trains and serves; yields where, and what tells it something."""
     words = [sys.executable, "-m", "benchmarks.serving_live", "--host"]
     pipe = subprocess.PIPE
@@ -94,18 +94,19 @@ def hosting() -> Iterator[tuple[dict[str, Any], Any]]:
             return reply.readline().strip()
 
         try:
-            yield json.loads(reply.readline()), ask
+            facts = json.loads(reply.readline())
+            token = Path(facts["token_file"]).read_text(encoding="ascii").strip()
+            yield {"grpc": facts["grpc"], "token": token}, ask
         finally:
             order.close()
             process.wait(60)
 
 
 async def latencies(
-    facts: dict[str, Any], rows: int, *, seconds: float, per_s: float = 0.0
+    facts: dict[str, str], rows: int, *, seconds: float, per_s: float = 0.0
 ) -> list[float]:
     """Seconds of each request of one caller; or of so many a second, from any."""
-    token = Path(facts["token_file"]).read_text(encoding="ascii").strip()
-    metadata = (("authorization", f"Bearer {token}"),)
+    metadata = (("authorization", f"Bearer {facts['token']}"),)
     bodies = [request(rows, seed) for seed in range(50)]
     took: list[float] = []
     async with grpc.aio.insecure_channel(facts["grpc"]) as channel:
@@ -215,8 +216,8 @@ def steps_per_s(run: Any, seconds: float) -> float:
 
 
 def seconds_until_it_shows(cluster: Any, trainer: Any, live: Any, kind: str) -> float:
-    """The longest of a few times from the end of a write until an answer has it."""
-    step = trainer._parts.build()[0]
+    """Seconds from the end of a write until an answer has it."""
+    step = trainer._parts.build()[0]  # noqa: SLF001  # has the variables
     name = "params/tables/0/embedding" if kind == "row" else "params/layers/2/bias"
     variable = next(one for one in step.variables if one.name == name)
     took, x = [], examples(1)
