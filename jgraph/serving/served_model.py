@@ -257,9 +257,9 @@ class ServedModel:
                     self._draining.add(version)
                     self._end_if_idle(version)
                 case Unload(version):
-                    gone = self._there.pop(version)
+                    unloaded = self._there.pop(version)
                     asyncio.get_running_loop().run_in_executor(
-                        self._threads, gone.close
+                        self._threads, unloaded.close
                     )
 
     def _publish(self, table: Publish) -> None:

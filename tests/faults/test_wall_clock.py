@@ -38,6 +38,7 @@ DATES = {
     "train/run/trackers.py": "dates metrics of MLflow",
     "train/checkpoint/checkpoints.py": "dates a checkpoint",
     "train/export.py": "dates an exported model",
+    "train/export_program.py": "dates an exported model",
 }
 """Who reads the time of day, and what for."""
 
