@@ -34,6 +34,7 @@ from benchmarks import (
     selection,
     serving,
     session,
+    simulated,
     split,
     startup,
     straggler,
@@ -393,6 +394,16 @@ def test_steps_of_many_variables_stand_beside_plain_jax(bench: Bench) -> None:
 
 
 @pytest.mark.procs
+def test_an_update_of_many_workers_is_simulated_beside_that_of_one(
+    bench: Bench,
+) -> None:
+    (line,) = bench(simulated.main, "--rows --only 4")
+    one_ms, many_ms = line["ms"]
+    assert line["value"] == pytest.approx(many_ms / one_ms, abs=0.01)
+    # A hundred workers cost the first ps more, and by far not a hundred times as much.
+    assert 1 < line["value"] < 10
+
+
 @pytest.mark.nightly
 def test_session_calls_have_every_way(bench: Bench) -> None:
     (line,) = bench(session.main, "--steps 10 --rounds 1")

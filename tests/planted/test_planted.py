@@ -359,8 +359,8 @@ BUGS: Final = {
     ),
     "a batch that counts is dealt again": Bug(
         "coordination/data/batch_book.py",
-        "            self.done += 1\n",
-        "            self.done += 1\n            self.given_back.append(place)\n",
+        "        self.done += len(done)\n",
+        "        self.done += len(done)\n        self.given_back.extend(done)\n",
         SYNCHRONOUS,
     ),
     "orders of a master that was replaced are carried out": Bug(

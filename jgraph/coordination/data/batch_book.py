@@ -96,11 +96,17 @@ class BatchBook:
     def take(self, place: int) -> int:
         """Deals a batch that was given back, or the one at the end; returns it."""
         if place == self.end:
-            self._open.add(place)
-            self.end += 1
+            self.take_new(1)
         else:
             self.given_back.remove(place)
         return place
+
+    def take_new(self, batches: int) -> range:
+        """Deals so many from the end on; returns them."""
+        new = range(self.end, self.end + batches)
+        self._open.update(new)
+        self.end = new.stop
+        return new
 
     def give_back(self, place: int) -> None:
         """Nobody holds this batch any more, and it is not done."""
@@ -117,12 +123,13 @@ class BatchBook:
                 return self.order.plan.deadly(self.order.batch(place), deaths)
         return None
 
-    def finish(self, place: int) -> None:
-        """A batch is done; one that was done before counts no more."""
-        if place in self._open:
-            self._open.remove(place)
-            self.deaths.pop(place, None)  # it let its holder live
-            self.done += 1
+    def finish(self, places: Iterable[int]) -> None:
+        """Batches are done; one that was done before counts no more."""
+        done = self._open.intersection(places)
+        self._open -= done
+        self.done += len(done)
+        for place in done.intersection(self.deaths):
+            del self.deaths[place]  # it let its holder live
 
     def undo(self, place: int) -> None:
         """A batch that was done is not, after all."""
@@ -139,4 +146,4 @@ class BatchBook:
                     self.take(self.end)
                 if place in self.given_back:
                     self.take(place)
-                self.finish(place)
+                self.finish([place])

@@ -29,15 +29,22 @@ class BatchOrder:
         self._known: dict[int, tuple[Rows, Rows]] = {}
         # Of the last slot, wherever it comes in an epoch; all others are full.
         self._missing = len(plan) * plan.slot_batches - plan.batches_per_epoch
+        self._is_mixed = plan.shuffle == "slots"
 
     def batch(self, place: int) -> Lease:
         """Returns the batch at a place."""
+        return Lease(*self._at(place), 1)
+
+    def _at(self, place: int) -> tuple[int, int, int]:
+        """Returns the epoch, the slot, and which of its batches is at a place."""
         epoch, within = divmod(place, self.plan.batches_per_epoch)
+        if not self._is_mixed:  # most often, and no array is looked at
+            return epoch, *divmod(within, self.plan.slot_batches)
         slots, at = self._epoch(epoch)
         if within >= (int(at[-1]) + 1) * self.plan.slot_batches - self._missing:
             within += self._missing
         index, first = divmod(within, self.plan.slot_batches)
-        return Lease(epoch, int(slots[index]), first, 1)
+        return epoch, int(slots[index]), first
 
     def place(self, epoch: int, slot: int, index: int) -> int:
         """Returns the place of a slot's batch in an epoch."""
@@ -52,21 +59,23 @@ class BatchOrder:
 
     def number(self, place: int) -> int:
         """Returns the number of the batch at a place, see ``SlotPlan.number``."""
-        lease = self.batch(place)
-        return self.plan.number(lease.epoch, lease.slot, lease.first)
+        return self.plan.number(*self._at(place)) if self._is_mixed else place
 
     def leases(self, places: Iterable[int]) -> list[Lease]:
         """Returns batches as leases, neighbours in one slot as one."""
         leases: list[Lease] = []
-        for lease in map(self.batch, places):
-            last = leases[-1] if leases else None
-            follows = last is not None and lease == Lease(
-                last.epoch, last.slot, last.first + last.batches, 1
-            )
-            if last is not None and follows:
-                leases[-1] = Lease(last.epoch, last.slot, last.first, last.batches + 1)
-            else:
-                leases.append(lease)
+        first = following = ends = -1  # of the lease that grows, and of its slot
+        for place in places:
+            if place == following < ends:
+                following += 1
+                continue
+            if first >= 0:
+                leases.append(Lease(*self._at(first), following - first))
+            _, slot, index = self._at(place)
+            first, following = place, place + 1
+            ends = place - index + self.plan.span(slot).batches
+        if first >= 0:
+            leases.append(Lease(*self._at(first), following - first))
         return leases
 
     # ------------------------------------------------------------ positions

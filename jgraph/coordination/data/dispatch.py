@@ -12,7 +12,7 @@ lost is known: so the third death has one cause only, whose name the run then en
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
@@ -234,9 +234,9 @@ class Dispatch:
         if worker is None:
             return
         worker.heard_at = self._now
-        for _ in range(min(done - worker.done, len(worker.held))):
-            self._book.finish(worker.held.popleft())
-            worker.done += 1
+        count = max(0, min(done - worker.done, len(worker.held)))
+        self._book.finish([worker.held.popleft() for _ in range(count)])
+        worker.done += count
 
     def _answer_waiting(self) -> list[Instruction]:
         if not self._book.remaining:
@@ -298,18 +298,20 @@ class Dispatch:
     def _leases(self, places: Iterable[int]) -> tuple[Lease, ...]:
         return tuple(self._book.order.leases(places))
 
-    def _take(self, worker: _Worker, most: int) -> list[int]:
-        """Deals a batch, or suspects of one slot, which are neighbours; or none."""
+    def _take(self, worker: _Worker, most: int) -> Sequence[int]:
+        """Deals new batches, one given back, or suspects of one slot; or none."""
         book, deaths = self._book, self._book.deaths
         if deaths and any(place in deaths for place in worker.held):
             return []
+        if not book.given_back:
+            return book.take_new(most)
         settled = self._now >= self._lost_at + SETTLE_S
         limit = 0 if worker.held else DEATHS - 1 if settled else DEATHS - 2
         place = next((p for p in book.given_back if deaths[p] <= limit), None)
         if place is None:
             # Suspects wait: the run, and an epoch, ends with all its batches.
             is_end = book.end % self.plan.batches_per_epoch == 0
-            if book.given_back and (is_end or len(book.given_back) >= book.undealt):
+            if is_end or len(book.given_back) >= book.undealt:
                 return []
             return [book.take(book.end)]
         count = deaths[place]

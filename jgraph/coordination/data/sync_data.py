@@ -126,7 +126,7 @@ class SyncData:
         """A batch is part of an update; returns its place."""
         _, place = self._let_go(number)
         self._late_with.pop(place, None)
-        self._book.finish(place)
+        self._book.finish([place])
         return place
 
     def take_back(self, places: Iterable[int]) -> None:

@@ -2,6 +2,7 @@
 
 The arbiter is told of contributions in sets: it can decide nothing before this ps has
 as many as the last update took, so those that come earlier wait for them, or a while.
+Before the first update they wait for all that were let in.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from jgraph.coordination.sync.aggregation import Step
 from jgraph.errors import JGError
 
 TELL_S: Final = 0.02
-"""How long a contribution waits to be told with others."""
+"""How long the first contribution of an update waits to be told with others."""
+_MOST_S: Final = 1.0
 
 
 @final
@@ -135,6 +137,8 @@ class Tell:
 class TellLater:
     """Come back with ``TellDue`` after a while: contributions wait to be told."""
 
+    after_s: float
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,9 @@ class SyncGate:
         # Of this version: what is kept, and what of it is untold.
         self._steps_taken: set[Step] = set()
         self._untold: list[Tell] = []
-        self._enough = 1
+        self._enough: int | None = None  # before the first decision
+        self._tell_s = TELL_S
+        self._computing: set[Step] = set()  # let in, and nothing came yet
 
     def handle(self, event: Event) -> list[Instruction]:
         """Takes an event; returns what to do now."""
@@ -186,6 +192,7 @@ class SyncGate:
             case StepEnded(step):
                 self._waiting.pop(step, None)
                 self._inside.pop(step, None)
+                self._computing.discard(step)
                 return []
             case Decided(steps):
                 return self._choose(steps)
@@ -198,7 +205,10 @@ class SyncGate:
                 self.version += 1
                 return self._open()
             case TellDue():
-                return [*self._flush()]
+                untold = self._flush()
+                if untold:  # the others are slow: who are late may wait as long again
+                    self._tell_s = min(2 * self._tell_s, _MOST_S)
+                return [*untold]
             case Closed(error):
                 return self._close(error)
 
@@ -223,6 +233,7 @@ class SyncGate:
 
     def _let_in(self, steps: list[Step]) -> list[Instruction]:
         self._inside.update(dict.fromkeys(steps, self.version))
+        self._computing.update(steps)
         return [LetIn(step) for step in steps]
 
     def _take(self, step: Step, slot: int) -> list[Instruction]:
@@ -230,20 +241,30 @@ class SyncGate:
         if version is None:
             return []  # of an earlier life of this gate
         self._contributed[step[0]] = version
+        self._computing.discard(step)
+        if self._closed is not None:
+            return []  # nobody decides any more
         news = Tell(step, version, slot)
-        late = version < self.version or self._deciding or self._closed is not None
-        if late:
+        if version < self.version or self._deciding:
             return [news]
         self._steps_taken.add(step)
         self._untold.append(news)
-        if len(self._steps_taken) >= self._enough:
+        if self._is_enough():
             return [Keep(step), *self._flush()]
-        return [Keep(step), TellLater()] if len(self._untold) == 1 else [Keep(step)]
+        if len(self._untold) > 1:
+            return [Keep(step)]
+        return [Keep(step), TellLater(self._tell_s)]
+
+    def _is_enough(self) -> bool:
+        if self._enough is None:
+            return not self._computing
+        return len(self._steps_taken) >= self._enough
 
     def _choose(self, steps: tuple[Step, ...]) -> list[Instruction]:
         untold = self._flush()
         self._deciding = True
         self._enough = len(steps)
+        self._tell_s = TELL_S
         self._steps_taken.clear()
         return [*untold, Choose(steps)]
 

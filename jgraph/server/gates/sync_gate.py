@@ -7,7 +7,6 @@ from typing import Protocol, TypeAlias, final
 
 from jgraph.clock import SystemClock
 from jgraph.coordination.sync.sync_gate import (
-    TELL_S,
     Choose,
     Closed,
     ContributionCame,
@@ -173,10 +172,10 @@ class SyncGateShell:
                 self._contributions[step] = self._new
             case Drop(step):
                 self._contributions.pop(step, None)
-            case TellLater():
+            case TellLater(after_s):
                 self._end_timer()
                 due = partial(self._handle, TellDue())
-                self._timer = self._call_later(TELL_S, due)
+                self._timer = self._call_later(after_s, due)
             case Choose(steps):
                 self._chosen = tuple(self._contributions[step] for step in steps)
                 self._contributions.clear()

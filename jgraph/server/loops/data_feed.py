@@ -16,6 +16,7 @@ from jgraph.cluster.fed_data import FedReader
 from jgraph.cluster.loop_messages import deal_of, leases_of
 from jgraph.coordination.data.dispatch import Asked, Deal, Dispatch
 from jgraph.coordination.data.slots import Lease, Piece, SlotPlan
+from jgraph.coordination.data.stock import Stock
 from jgraph.coordination.liveness.master_lease import LeaseTracker
 from jgraph.errors import (
     ClusterUnreachableError,
@@ -32,9 +33,6 @@ from jgraph.server.steps.task_host import TaskHost
 _UNANSWERED: Final = (ClusterUnreachableError, DeadlineError, TaskLostError)
 # Batches read and waiting; their memory is a few batches.
 _READY = 2
-# Leases held ahead: for so many seconds of work, and never fewer than so many batches.
-_AHEAD_S = 1.0
-_AHEAD = 2
 
 
 @final
@@ -164,30 +162,6 @@ class _Progress:
 
 
 @final
-class _Stock:
-    """How many batches to hold ahead, by how fast they go.
-
-    Attributes:
-      enough: batches that last for a while.
-    """
-
-    def __init__(self, now: float) -> None:
-        self.enough = _AHEAD
-        self._asked_at, self._taken_then = now, 0
-
-    @property
-    def least(self) -> int:
-        """With fewer, the master is asked for more."""
-        return max(_AHEAD, self.enough // 2)
-
-    def learn(self, taken: int, now: float) -> None:
-        seconds, batches = now - self._asked_at, taken - self._taken_then
-        per_s = batches / max(seconds, 1e-6)
-        self.enough = max(_AHEAD, min(int(per_s * _AHEAD_S), 2 * self.enough))
-        self._asked_at, self._taken_then = now, taken
-
-
-@final
 class DataFeed:
     """Gives batches to a loop until the master says that all are done.
 
@@ -213,7 +187,7 @@ class DataFeed:
         self._waiting: Taken | None = None
         self._error: BaseException | None = None
         self._over = self._dry = self._ended = False
-        self._stock = _Stock(clock.now())
+        self._stock = Stock(clock.now())
         self._progress = _Progress()
         self._taken = 0
         self._received = 0

@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict
 from functools import partial
-from typing import Final, final
+from typing import final
 
 from jgraph.coordination.data.dispatch import Asked, Deal, Dispatch, Instruction, Over
 from jgraph.coordination.data.slots import Part, SlotPlan
@@ -16,8 +16,6 @@ from jgraph.testing.scale.cluster import (
     Work,
 )
 from jgraph.testing.scale.queues import OwnHost
-
-_AHEAD: Final = 2
 
 
 @final
@@ -66,11 +64,10 @@ class AsynchronousRun:
     # ------------------------------------------------------------ data
 
     def _ask(self, worker: SimulatedWorker) -> None:
-        if worker.is_asking or worker.is_over or len(worker.ready) >= _AHEAD:
+        wanted = worker.wanted(self._cluster.sim.now)
+        if not wanted:
             return
-        worker.is_asking = True
         idle = worker.is_idle and not worker.ready
-        wanted = _AHEAD - len(worker.ready)
         asked = Asked(worker.name, worker.done, wanted, idle=idle)
         seconds = 2 * self._costs.frame_s + self._costs.dispatch_event_s
         self._cluster.post(self._master, seconds, partial(self._deal, asked))
@@ -92,6 +89,7 @@ class AsynchronousRun:
             worker.is_over = True
             return
         assert isinstance(said, Deal)
+        worker.is_dry = not said.leases
         number = self._plan.number
         worker.ready += [number(*b) for lease in said.leases for b in lease.each()]
         if not worker.is_idle:
@@ -104,7 +102,7 @@ class AsynchronousRun:
     def _begin(self, worker: SimulatedWorker) -> Step:
         step = worker.name, worker.step
         worker.step += 1
-        worker.ready.pop(0)
+        worker.ready.popleft()
         worker.is_idle = False
         worker.missing = len(self._cluster.groups)
         return step

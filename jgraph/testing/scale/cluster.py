@@ -5,12 +5,13 @@ group of them is simulated once: a message to a group stands for one to each.
 """
 
 import random
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias, final
 
+from jgraph.coordination.data.stock import Stock
 from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
 from jgraph.plan.placement.spread import assign_largest_first
@@ -96,6 +97,7 @@ class SimulatedWorker:
     Attributes:
       name: handle of its program.
       task: its name.
+      stock: how many batches it holds ahead.
       ready: numbers of the batches that it holds and has not begun.
       step: number of the step under way, or next.
       missing: groups that its step waits for.
@@ -107,14 +109,27 @@ class SimulatedWorker:
     task: TaskName
     processor: Processor
     chance: random.Random
-    ready: list[int] = field(default_factory=list)
+    stock: Stock
+    ready: deque[int] = field(default_factory=deque)
     step: int = 0
     missing: int = 0
     is_asking: bool = False
     is_idle: bool = True
     is_over: bool = False
+    is_dry: bool = False
     done: int = 0
     ended: list[float] = field(default_factory=list)
+
+    def wanted(self, now: float) -> int:
+        """Returns how many batches to ask for now, as the data feed of a loop does."""
+        held = len(self.ready)
+        if self.is_asking or self.is_over or held >= self.stock.least:
+            return 0
+        if self.is_dry and not (self.is_idle and not held):
+            return 0  # asking again at once would give nothing either
+        self.is_asking = True
+        self.stock.learn(self.step, now)
+        return max(1, self.stock.enough - held)
 
 
 @final
@@ -173,6 +188,7 @@ class SimulatedCluster:
                 TaskName(f"/job:worker/task:{n}"),
                 make(),
                 random.Random(f"{seed}/{n}"),  # noqa: S311
+                Stock(sim.now),
             )
             for n in range(workers)
         ]

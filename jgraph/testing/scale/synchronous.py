@@ -9,7 +9,7 @@ from jgraph.coordination.data.slots import Lease, Part, SlotPlan
 from jgraph.coordination.data.sync_data import SyncData
 from jgraph.coordination.sync import aggregation, sync_gate
 from jgraph.coordination.sync.aggregation import Arbiter, DataAsked, contributions
-from jgraph.coordination.sync.sync_gate import TELL_S, SyncGate, Tell
+from jgraph.coordination.sync.sync_gate import SyncGate, Tell
 from jgraph.errors import RunOverError
 from jgraph.testing.scale.cluster import (
     PsGroup,
@@ -19,7 +19,6 @@ from jgraph.testing.scale.cluster import (
 )
 from jgraph.testing.scale.queues import Act
 
-_AHEAD: Final = 2
 _ASK_AGAIN_S: Final = 0.05
 
 
@@ -42,8 +41,8 @@ class SynchronousRun:
     def __init__(self, cluster: SimulatedCluster, updates: int, wanted: int) -> None:
         self._cluster, self._costs = cluster, cluster.costs
         self._workers = {w.name: w for w in cluster.workers}
-        # Every worker may hold some; what is left over is dealt to nobody.
-        batches = (updates + 2 * _AHEAD + 1) * len(self._workers) * 2
+        # So many that nobody's share of them bounds what it holds ahead.
+        batches = 2 * (updates + 1) * len(self._workers)
         self._plan = SlotPlan([Part("data", batches)], batch_size=1, seed=0)
         data = SyncData(self._plan, self._workers)
         shards = [name for g in cluster.groups for name in g.members]
@@ -72,10 +71,9 @@ class SynchronousRun:
     # ------------------------------------------------------------ data
 
     def _ask(self, worker: SimulatedWorker) -> None:
-        if worker.is_asking or worker.is_over or len(worker.ready) >= _AHEAD:
+        wanted = worker.wanted(self._cluster.sim.now)
+        if not wanted:
             return
-        worker.is_asking = True
-        wanted = _AHEAD - len(worker.ready)
         idle = worker.is_idle and not worker.ready
         asked = DataAsked(worker.name, wanted, idle=idle)
         self._at_leader(2, 1, partial(self._deal, worker, asked))
@@ -90,6 +88,7 @@ class SynchronousRun:
         if leases is None:
             worker.is_over = True
             return
+        worker.is_dry = not leases
         number = self._plan.number
         worker.ready += [number(*batch) for lease in leases for batch in lease.each()]
         if not worker.ready:
@@ -104,7 +103,7 @@ class SynchronousRun:
         """Takes a batch for the next step."""
         step = worker.name, worker.step
         worker.step += 1
-        self._slots[step] = worker.ready.pop(0)
+        self._slots[step] = worker.ready.popleft()
         worker.is_idle = False
         worker.missing = len(self._cluster.groups)
         self._ask(worker)
@@ -151,9 +150,9 @@ class SynchronousRun:
                     instructions.append(instruction)
                 case sync_gate.LetIn(step):
                     self._let_in(group, step)
-                case sync_gate.TellLater():
+                case sync_gate.TellLater(after_s):
                     due = partial(self._gate, group, sync_gate.TellDue())
-                    self._cluster.sim.later(TELL_S, due)
+                    self._cluster.sim.later(after_s, due)
                 case sync_gate.Refuse(step):
                     self._workers[step[0]].is_over = True
                 case sync_gate.Choose():

@@ -8,7 +8,7 @@ import numpy as np
 from jgraph.coordination.run.succession import MasterTerms
 from jgraph.coordination.sync import sync_gate
 from jgraph.coordination.sync.aggregation import Step
-from jgraph.coordination.sync.sync_gate import TELL_S, SyncGate
+from jgraph.coordination.sync.sync_gate import SyncGate
 from jgraph.errors import (
     CopyLostError,
     FencedError,
@@ -252,8 +252,8 @@ class GatedShard:
                 case sync_gate.Tell(step, version, slot):
                     told = self.said("contributed", step, version, slot)
                     self.tell(self.world.deciding, told)
-                case sync_gate.TellLater():
-                    self.world.sim.later(TELL_S, partial(self.due, self.gate))
+                case sync_gate.TellLater(after_s):
+                    self.world.sim.later(after_s, partial(self.due, self.gate))
                 case sync_gate.Choose(steps):
                     chosen = [(step, *self.kept[step]) for step in steps]
                     self.kept.clear()

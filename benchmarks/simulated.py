@@ -1,0 +1,183 @@
+"""Clusters that are not here: ``python -m benchmarks simulated [--rows] [--only 2 4]``.
+
+Each figure is made by the machines that decide in a cluster, at true counts, and by the
+costs that calibration measured (``docs/scale.md``). Nothing of it was measured on such
+a cluster. One JSON line for each row of the table:
+
+2. 100 workers and 17 ps, 95 MB, 2.8 s of computing (Inception-v3 on K40s), 10 Gbit/s:
+   synchronous steps/s of all over those of one; beside it with 34 ps, and asynchronous.
+3. 8 and 512 workers with as many ps, 553 MB, 0.6 s (VGG-16 on P100s), 25 Gbit/s: share
+   of the time that a worker computes.
+4. A scalar, 16 ps: an update of 100 workers over one of 1 worker.
+5. 100 MB, 16 ps: the same.
+6. 50 workers and backup workers: how many make updates shortest, and how many are best
+   for each worker, of 20 seeds.
+7. 10,000 workers and 16 ps: CPU time of the machines of the busiest task per update.
+8. 10,000 workers, 1,000 ps, 100 updates: how long the simulation takes.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from benchmarks import measure
+from jgraph.testing import Computing, Costs, dense_step, load_costs, simulate
+from jgraph.testing.scale.simulate import Mode, Simulated
+
+_INCEPTION: Final = 95_000_000
+_VGG: Final = 553_000_000
+_SEEDS: Final = 20
+_STRAGGLERS: Final = Computing(1.25, sigma=0.02, straggling=0.02, delay_s=0.4)
+
+
+def costs(gbit: float) -> Costs:
+    """Returns the calibrated costs, on a network of so many Gbit/s."""
+    return load_costs().on_network(gbit * 1e9 / 8, latency_s=50e-6)
+
+
+def speedup(figures: dict[str, Any]) -> float:
+    """Row 2."""
+
+    def of(mode: Mode, ps: int) -> float:
+        one, many = (
+            simulate(
+                dense_step(_INCEPTION, variables=378),
+                workers=workers,
+                ps=ps,
+                mode=mode,
+                steps=20,
+                computing=Computing(2.8, sigma=0.05),
+                costs=costs(10),
+            ).steps_per_s
+            for workers in (1, 100)
+        )
+        return round(many / one, 1)
+
+    figures["sync_34_ps"], figures["async"] = of("sync", 34), of("async", 17)
+    return of("sync", 17)
+
+
+def efficiency(figures: dict[str, Any]) -> list[float]:
+    """Row 3."""
+    shares = []
+    for workers in (8, 512):
+        found = simulate(
+            dense_step(_VGG, variables=512),
+            workers=workers,
+            ps=workers,
+            steps=10,
+            computing=Computing(0.6),
+            costs=costs(25),
+        )
+        shares.append(round(0.6 * found.steps_per_s / workers, 3))
+        figures[f"busy_{workers}"] = rounded(found.busy)
+    return shares
+
+
+def growth(nbytes: int, variables: int) -> Callable[[dict[str, Any]], float]:
+    """Rows 4 and 5."""
+
+    def row(figures: dict[str, Any]) -> float:
+        one, many = (
+            simulate(
+                dense_step(nbytes, variables),
+                workers=workers,
+                ps=16,
+                steps=100,
+                computing=Computing(0.0),
+                costs=costs(10),
+            ).step_s["p50"]
+            for workers in (1, 100)
+        )
+        figures["ms"] = [round(1e3 * one, 2), round(1e3 * many, 2)]
+        return round(many / one, 2)
+
+    return row
+
+
+def backups(figures: dict[str, Any]) -> list[int]:
+    """Row 6."""
+    updates: dict[int, float] = {}
+    for count in range(7):
+        found = [
+            simulate(
+                dense_step(_INCEPTION, variables=378),
+                workers=50 + count,
+                ps=17,
+                steps=20,
+                backup_workers=count,
+                computing=_STRAGGLERS,
+                costs=costs(10),
+                seed=seed,
+            ).step_s["p50"]
+            for seed in range(_SEEDS)
+        ]
+        updates[count] = statistics.median(found)
+    each = {b: updates[0] / s * 50 / (50 + b) for b, s in updates.items()}
+    figures["update_s"] = [round(s, 3) for s in updates.values()]
+    figures["per_worker"] = [round(s, 3) for s in each.values()]
+    return [min(updates, key=updates.__getitem__), max(each, key=each.__getitem__)]
+
+
+def large(ps: int, updates: int) -> tuple[Simulated, float]:
+    """Returns a run of 10,000 workers, and how long its simulation took."""
+    began = time.process_time()
+    found = simulate(
+        dense_step(_INCEPTION, variables=ps),
+        workers=10_000,
+        ps=ps,
+        steps=updates,
+        computing=Computing(2.8, sigma=0.05),
+        costs=costs(10),
+    )
+    return found, time.process_time() - began
+
+
+def machines(figures: dict[str, Any]) -> float:
+    """Row 7."""
+    found, _ = large(ps=16, updates=5)
+    figures["ms"] = {n: round(1e3 * s, 1) for n, s in found.machine_s.items()}
+    return round(1e3 * sum(found.machine_s.values()), 1)
+
+
+def largest(figures: dict[str, Any]) -> float:
+    """Row 8."""
+    found, seconds = large(ps=1_000, updates=100)
+    figures["steps_per_s"] = round(found.steps_per_s)
+    return round(seconds)
+
+
+def rounded(figures: Mapping[str, float]) -> dict[str, float]:
+    """Returns figures as one reads them."""
+    return {name: round(x, 2) for name, x in figures.items()}
+
+
+ROWS: Final[Mapping[int, tuple[Callable[[dict[str, Any]], Any], str]]] = {
+    2: (speedup, "x"),
+    3: (efficiency, "share of the time"),
+    4: (growth(64, variables=16), "x"),
+    5: (growth(100_000_000, variables=64), "x"),
+    6: (backups, "backup workers"),
+    7: (machines, "ms of CPU"),
+    8: (largest, "s of CPU"),
+}
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = measure.parser(__doc__)
+    parser.add_argument("--rows", action="store_true", help="only rows of the table")
+    parser.add_argument("--only", type=int, nargs="+", default=sorted(ROWS))
+    a = parser.parse_args(args)
+    for number in a.only:
+        row, unit = ROWS[number]
+        figures: dict[str, Any] = {}
+        value = row(figures)
+        if a.rows:
+            measure.emit_row(number, value, unit, kind="simulated", **figures)
+        else:
+            measure.emit("simulated", row=number, value=value, unit=unit, **figures)
+
+
+if __name__ == "__main__":
+    main()
