@@ -32,6 +32,8 @@ ELSEWHERE = {
     "serve": "tests/serving/test_versions_served.py::"
     "test_a_server_that_is_told_to_end_answers_what_it_has",
     "logs": UP,
+    "trace": "tests/client/timeline/test_collecting.py::"
+    "test_the_command_writes_a_file_and_says_what_steps_wait_for",
     "dashboard": "tests/dashboard/test_command.py::"
     "test_the_command_serves_until_it_is_told_to_end",
     "examples wide-deep": f"tests/examples/test_wide_deep.py::{JSON}",

@@ -104,6 +104,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         "Session": session,
         "Session.make_callable": session.make_callable(lambda x: x, 1.0),
         "Session.run_metadata": session.run_metadata,
+        "Cluster.trace": cluster.trace(last=60),
         "Session.plan": session.plan(function, X[0]),
         "Source": jg.Source.npz(EVIL),
         "SyncPS": jg.SyncPS(),
@@ -198,6 +199,7 @@ SHOWN = [
     *(
         "Cluster.dashboard",
         "Cluster.runs",
+        "Cluster.trace",
         "Dashboard.show",
         "Graph.show",
         "Pipeline.schedule",

@@ -22,6 +22,7 @@ from jgraph.cli import (
     serving,
     simulation,
     tasks,
+    trace,
 )
 from jgraph.cli.options import FAILURE, FORBIDDEN, OK, UNREACHABLE, USAGE, Commands
 from jgraph.errors import (
@@ -60,7 +61,7 @@ app = typer.Typer(
 for command in (
     *(looking.version, clusters.doctor, hosts.server, hosts.certs),
     *(clusters.up, clusters.scale, clusters.down, clusters.status, clusters.top),
-    dashboard.dashboard,
+    *(dashboard.dashboard, trace.trace),
     *(runs.runs, runs.events, tasks.logs, tasks.drain, looking.show, looking.demo),
     *(serving.export, serving.serve, serving.predict, simulation.simulate),
 ):

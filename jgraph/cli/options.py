@@ -101,8 +101,6 @@ INSTEAD: Final[Mapping[str, str]] = {
     "submit": "servers run no Python of yours: start the driver beside them, by `ssh "
     "HEAD python train.py` with jg.connect in it, by `jgraph slurm render -- python "
     "train.py`, or as a Job of Kubernetes; fit(detached=True) goes on without it",
-    "trace": "steps are traced in Python: session.run(step, x, trace=True), then "
-    "session.run_metadata.save_timeline('step.json')",
 }
 
 

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from jgraph.client.placement.auto import AutoPlacement
     from jgraph.client.runs.runs import RunInfo
     from jgraph.client.session import Session
+    from jgraph.coordination.timeline.cluster_trace import ClusterTrace
     from jgraph.coordination.watch.alarms import Alarm
 
 CONNECT_S = 60.0
@@ -248,6 +249,41 @@ class Cluster(Connection):
                 f"number above 0, and {MOST_S:g} at most"
             )
         return alarms_of(self, seconds)
+
+    @short_traceback
+    def trace(
+        self, *, seconds: float | None = None, last: float | None = None
+    ) -> "ClusterTrace":
+        """Returns when all tasks did what, on one clock.
+
+        Every task keeps when the nodes of its last steps ran (some 65,000 of them), so
+        that what came before something went wrong can be looked at afterwards.
+
+        Args:
+          seconds: of what happens from now on; 60 at most.
+          last: seconds of what happened before now, as far as the tasks keep it.
+
+        Raises:
+          ConfigError: not one of the two, or no such time.
+          TaskLostError, ClusterUnreachableError: no task answers.
+
+        Example:
+          >>> from jgraph.server.server import Server
+          >>> server = Server({"worker": ["localhost:0"]})
+          >>> with connect(server.target) as cluster:
+          ...     cluster.trace(last=30)
+          <trace of 1 tasks: 0 steps in 0.0 s; save('cluster.pftrace'), or show() it>
+          >>> server.stop()
+        """
+        from jgraph.client.timeline.collecting import FlightCollector, check_seconds
+
+        check_seconds(seconds, last)
+        self.refresh()
+        tasks = {task: self.spec.address(task) for task in self.tasks()}
+        collector = FlightCollector(self.transport, tasks)
+        if last is not None:
+            return event_loop.run(collector.last(last))
+        return event_loop.run(collector.next(seconds or 0.0))
 
     @short_traceback
     def dashboard(

@@ -1,5 +1,6 @@
 """Inspection of a cluster from outside, without waiting for missing tasks."""
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from jgraph.client.logs import EventTail, LogTail
 from jgraph.client.no_handler import NoHandler
 from jgraph.client.runs.runs import RunInfo, run_infos, stream_of
 from jgraph.client.status import ClusterStatus
+from jgraph.client.timeline.collecting import FlightCollector, profile_of
 from jgraph.cluster import event_loop
 from jgraph.cluster.options import shutdown_order
 from jgraph.cluster.transport_choice import (
@@ -18,6 +20,7 @@ from jgraph.cluster.transport_choice import (
     certificates_of,
     token_file_in,
 )
+from jgraph.coordination.timeline.cluster_trace import ClusterTrace
 from jgraph.errors import ClusterUnreachableError, TaskLostError
 from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -84,6 +87,38 @@ class ClusterInspector:
         return LogTail(
             *(self._transport, spec, [TaskName(task)]), behind=behind, must_answer=True
         )
+
+    def trace(
+        self, seconds: float | None, last: float | None, profiled: str | None = None
+    ) -> tuple[ClusterTrace, dict[str, bytes]]:
+        """Returns when all tasks did what, see ``Cluster.trace``.
+
+        Args:
+          seconds: of what happens from now on.
+          last: seconds of what happened before now.
+          profiled: task of which XLA's profile is taken meanwhile.
+
+        Returns:
+          The trace, and the files of the profile by name.
+
+        Raises:
+          UnknownDeviceError: the cluster has no such task.
+          JGError: no task answers, or ``profiled`` takes no profile.
+        """
+        spec = self.status().cluster
+        addresses = {task: spec.address(task) for task in spec.tasks()}
+        to = None if profiled is None else spec.address(profiled)
+        collector = FlightCollector(self._transport, addresses)
+        look = collector.next(seconds or 0) if last is None else collector.last(last)
+
+        async def both() -> tuple[ClusterTrace, dict[str, bytes]]:
+            if to is None:
+                return await look, {}
+            profile = profile_of(self._transport, to, seconds or last or 0.0)
+            found, files = await asyncio.gather(look, profile)
+            return found, files
+
+        return event_loop.run(both())
 
     def events(self) -> EventTail:
         """Returns what became of the cluster, and what comes, as its tasks tell."""

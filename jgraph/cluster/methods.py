@@ -68,6 +68,8 @@ METHODS: Final[Mapping[str, Method]] = {
     "FeedData": Method(_CLIENT, "feed_data"),
     "OpenSource": Method(_BOTH, "open_source"),
     "TaskLog": Method(_CLIENT, "log_query"),
+    "Flight": Method(_CLIENT, "flight_query"),
+    "Profile": Method(_CLIENT, "profile_query"),
     "SaveShards": Method(_BOTH, "shard_files"),
     "LoadShards": Method(_BOTH, "shard_files"),
     "KeepRecords": Method(_BOTH, "keep_records"),

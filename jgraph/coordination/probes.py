@@ -14,7 +14,8 @@ from typing import Any, Final, TypeAlias, final
 import jax
 import jax.numpy as jnp
 
-from jgraph.coordination.step.run_metadata import NodeTime, RunMetadata
+from jgraph.coordination.step.run_metadata import RunMetadata
+from jgraph.coordination.timeline.node_times import NodeTime
 from jgraph.graph.device import device
 from jgraph.graph.ir import TaskName
 from jgraph.graph.tracing.alone import Alone, alone

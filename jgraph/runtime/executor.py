@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from jgraph.coordination.step.run_metadata import END, READY, START
+from jgraph.coordination.timeline.node_times import END, READY, START
 from jgraph.errors import MalformedMessageError
 from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
@@ -30,6 +30,7 @@ from jgraph.plan.program.nodes import (
 )
 from jgraph.plan.program.row_values import padded, unpacked
 from jgraph.runtime.cost import Cost
+from jgraph.runtime.flight import Stamps, blank_stamps
 from jgraph.runtime.gate import Gate, aggregator, key_of
 from jgraph.runtime.loaded import LoadedPartition
 from jgraph.runtime.node_work import work_of
@@ -48,14 +49,20 @@ class StepTimes:
       received: the last value of another task came; 0 if none was due.
       computed: the last node that computes was done.
       end: the partition was done.
-      nodes: when each node ran, as in ``PartTimes``; None if the step is not traced.
+      stamps: when each node ran, as a flight recorder keeps it; None: not noted.
     """
 
     started: float = 0.0
     received: float = 0.0
     computed: float = 0.0
     end: float = 0.0
-    nodes: np.ndarray[Any, Any] | None = None
+    stamps: "Stamps | None" = None
+
+    @property
+    def nodes(self) -> np.ndarray[Any, Any]:
+        """When each node ran, as in ``PartTimes``."""
+        stamps = blank_stamps(0) if self.stamps is None else self.stamps
+        return np.array(stamps[:-3]).reshape(-1, 3)
 
     def parts(self) -> dict[str, float]:
         """Returns the seconds spent on each stage: pull, compute, push."""
@@ -175,7 +182,7 @@ class StepRun:
       compute_wait_s: what other tasks send is handed on this much later, as if the
         step computed for that long.
       ahead: it may begin while so many earlier steps of its program are under way.
-      trace: note in ``times.nodes`` when each node ran.
+      noted: keep in ``times.stamps`` when each node ran.
 
     Attributes:
       has_begun: its gate was asked.
@@ -195,7 +202,7 @@ class StepRun:
         recording: Recording | None = None,
         compute_wait_s: float = 0.0,
         ahead: int = 0,
-        trace: bool = False,
+        noted: bool = False,
     ) -> None:
         self.ahead = ahead
         self.has_begun = False
@@ -220,8 +227,12 @@ class StepRun:
         """Nodes that were given to a thread, or compute here, and have not ended."""
         self._when_settled: list[Callable[[], None]] | None = None
         self.times = StepTimes()
-        if trace:
-            self.times.nodes = np.full((self._values.remaining, 3), np.nan)
+        self._now = shell.now
+        self._stamps = self.times.stamps = None
+        if noted:
+            self._stamps = blank_stamps(self._values.remaining)
+            self._stamps[-3] = self._now()
+            self.times.stamps = self._stamps
 
     @property
     def nodes(self) -> Sequence[Node]:
@@ -230,10 +241,15 @@ class StepRun:
 
     def start(self) -> None:
         """Runs every node that waits for nothing."""
-        self.times.started = self._shell.now()
+        self.times.started = began = self._now()
         if self._recording is not None:
             self._recording.begins()
-        self._make_ready(self._values.first())
+        first = self._values.first()
+        if (stamps := self._stamps) is not None:
+            stamps[-2] = began
+            for index in first:
+                stamps[3 * index + READY] = began
+        self._ready.extend(first)
         if not self._loaded.partition.nodes:
             self._finish([])
         self._drain()
@@ -276,8 +292,10 @@ class StepRun:
                 index = self._ready.popleft()
                 if self._held is not None and self._loaded.in_turn[index]:
                     self._held.append(index)
-                else:
-                    self._start_node(index)
+                    continue
+                if self._stamps is not None:  # of what another thread does: again
+                    self._stamps[3 * index + START] = self._now()
+                self._start_node(index)
         except Exception as error:  # noqa: BLE001  # becomes the step's outcome
             self._finish(error)
         finally:
@@ -285,7 +303,6 @@ class StepRun:
 
     def _start_node(self, index: int) -> None:
         node = self._loaded.partition.nodes[index]
-        self._note(index, START)
         match node:
             case FeedNode():
                 self._complete(index, [self._feeds[node.name]])
@@ -325,25 +342,25 @@ class StepRun:
                     work = self._recording.work(index, work)
                 self.working.add(index)
                 self._shell.submit(
-                    work if self.times.nodes is None else self._timed(index, work),
+                    work
+                    if self._stamps is None
+                    else self._timed(index, work, self._stamps),
                     lambda result: self._worked(index, result),
                     self._loaded.costs[index],
                 )
 
     def _timed(
-        self, index: int, work: Callable[[], list[Any]]
+        self, index: int, work: Callable[[], list[Any]], stamps: Stamps
     ) -> Callable[[], list[Any]]:
+        now = self._now
+
         def timed() -> list[Any]:
-            self._note(index, START)
+            stamps[3 * index + START] = now()
             result = work()
-            self._note(index, END)
+            stamps[3 * index + END] = now()
             return result
 
         return timed
-
-    def _note(self, index: int, column: int) -> None:
-        if self.times.nodes is not None:
-            self.times.nodes[index, column] = self._shell.now()
 
     def _padded(self, value: int) -> Any:
         return padded(self._values[value], self._loaded.partition.values[value])
@@ -359,8 +376,9 @@ class StepRun:
         )
 
     def _received(self, index: int, node: RecvNode, values: Sequence[Any]) -> None:
-        self.times.received = self._shell.now()
-        self._note(index, START)
+        self.times.received = received = self._now()
+        if self._stamps is not None:
+            self._stamps[3 * index + START] = received
         try:
             if [(v.shape, v.dtype) for v in values] != self._loaded.types[index]:
                 check_received(node, values, self._loaded.partition.values)
@@ -393,22 +411,24 @@ class StepRun:
     def _complete(self, index: int, values: Sequence[Any]) -> None:
         if self.is_over:
             return
-        if self._loaded.executables[index] is None:
-            self._note(index, END)
-        self._make_ready(self._values.complete(index, values))
+        ready = self._values.complete(index, values)
+        if (stamps := self._stamps) is not None:
+            now = self._now()
+            if self._loaded.executables[index] is None:
+                stamps[3 * index + END] = now
+            for node in ready:
+                stamps[3 * node + READY] = now
+        self._ready.extend(ready)
         if self._values.remaining == 0:
             self._finish(self._fetches)
-
-    def _make_ready(self, nodes: Sequence[int]) -> None:
-        for index in nodes:
-            self._note(index, READY)
-        self._ready.extend(nodes)
 
     def _finish(self, outcome: Outcome) -> None:
         if self.is_over:
             return
         self.is_over = True
-        self.times.end = self._shell.now()
+        self.times.end = self._now()
+        if self._stamps is not None:
+            self._stamps[-1] = self.times.end
         self._values.clear()
         self._ready.clear()
         self._rendezvous.finish(self.step)

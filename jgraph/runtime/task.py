@@ -22,6 +22,7 @@ from jgraph.plan.program.program import Program
 from jgraph.runtime.at_once import SHORT_S, AtOnce, is_plain
 from jgraph.runtime.compiled.compile_cache import CompileCache
 from jgraph.runtime.executor import ExecutorHost, Outcome, StepRun, StepTimes
+from jgraph.runtime.flight import ROWS, FlightRecorder
 from jgraph.runtime.gate import Gate, aggregator
 from jgraph.runtime.loaded import LoadedPartition, load_partition
 from jgraph.runtime.rendezvous import Rendezvous, StepKey
@@ -129,6 +130,7 @@ class TaskRuntime:
       shell: runs work elsewhere and sends values.
       cache: executables; shared by all programs of the process.
       max_early_bytes: of values for steps that have not begun.
+      flight_rows: how many the flight recorder keeps, see there.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class TaskRuntime:
         cache: CompileCache | None = None,
         *,
         max_early_bytes: int = MAX_EARLY_BYTES,
+        flight_rows: int = ROWS,
     ) -> None:
         self.task = task
         self.store = VariableStore(task)
@@ -146,6 +149,7 @@ class TaskRuntime:
         self._rendezvous = Rendezvous()
         self._programs: dict[str, _Registered] = {}
         self._steps: dict[StepKey, StepRun] = {}
+        self.flight = FlightRecorder(task, flight_rows)
         self.gates: dict[str, Gate] = {}
         """By name; the cluster opens them."""
         self.max_early_bytes = max_early_bytes
@@ -223,6 +227,8 @@ class TaskRuntime:
         if registered.participants == (self.task,) and is_plain(loaded):
             registered.at_once = AtOnce(program, loaded, self.store, self._shell.now)
         self._programs[handle] = registered
+        if self.flight.is_on:
+            self.flight.registered(handle, program)
 
     def record(self, handle: str, recording: Recording | None) -> None:
         """Records what the steps of a program change from now on, or no longer."""
@@ -255,6 +261,7 @@ class TaskRuntime:
           Those of which work goes on, which may change variables yet.
         """
         self._programs.pop(handle, None)
+        self.flight.unregistered(handle)
         stopped = CancelledStepError(f"program '{handle}' was removed from {self.task}")
         for step in [key for key in self._steps if key[0] == handle]:
             self.abort(step, stopped)
@@ -283,7 +290,7 @@ class TaskRuntime:
           ordered: begin only after the handle's earlier steps are over.
           ahead: of an ordered step: read and send while so many of these are under way.
           compute_wait_s: see ``StepRun``.
-          trace: note when each node runs.
+          trace: note when each node runs, flight recorder or not.
 
         Raises:
           InvalidProgramError: no such program here (the task may have restarted), or
@@ -309,7 +316,7 @@ class TaskRuntime:
             compute_wait_s=compute_wait_s,
             # Two steps would seem to compute for that long at the same time.
             ahead=0 if compute_wait_s or not ordered else ahead,
-            trace=trace,
+            noted=trace or self.flight.is_on,
         )
         self._steps[step] = run
         if ordered:
@@ -441,6 +448,8 @@ class TaskRuntime:
         on_done: OnDone,
     ) -> None:
         run, recording = self._steps[step], registered.recording
+        if run.times.stamps is not None:
+            self.flight.step_over(step, run.times.stamps)
         if run in registered.ordered:  # a step that on_done starts begins at once
             registered.ordered.remove(run)
         if not isinstance(outcome, list):

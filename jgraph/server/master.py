@@ -234,6 +234,8 @@ class Master:
             order = pb.RegisterProgram(
                 handle=body.handle, program=message, participants=participants
             )
+            if task == program.driver:
+                order.phases.extend(body.phases)
             if self._context.arrangement.number:  # a task that was started again
                 order.members.CopyFrom(members_message(self._context.arrangement))
             reply = await self.call(

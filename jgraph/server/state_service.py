@@ -30,6 +30,7 @@ from jgraph.runtime.files.shard_files import (
     write_slice,
 )
 from jgraph.runtime.store.store import VariableStore
+from jgraph.server.flight_service import FlightService
 from jgraph.server.steps.task_host import TaskHost
 from jgraph.server.task_context import TaskContext
 
@@ -75,7 +76,11 @@ class SaveCounts:
 
 
 def state_methods(
-    context: TaskContext, store: VariableStore, host: TaskHost, saves: SaveCounts
+    context: TaskContext,
+    store: VariableStore,
+    host: TaskHost,
+    saves: SaveCounts,
+    flight: FlightService,
 ) -> dict[str, Answer]:
     """Returns the methods that read and write all state of a task, in threads."""
 
@@ -90,7 +95,9 @@ def state_methods(
     return {
         "ReadTable": in_thread(partial(read_table, store)),
         "LoadTable": in_thread(partial(load_table, store)),
-        "SaveShards": lambda call: saves.counted(call, save(call)),
+        "SaveShards": lambda call: flight.noted(
+            "checkpoint", "save", saves.counted(call, save(call))
+        ),
         "LoadShards": in_thread(partial(load_shards, task, store)),
     }
 

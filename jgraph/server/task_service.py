@@ -39,6 +39,7 @@ from jgraph.runtime.compute_errors import as_error
 from jgraph.runtime.cost import ALWAYS_AT_ONCE_S
 from jgraph.runtime.task import TaskRuntime, by_name
 from jgraph.server.call_counts import CallCounts
+from jgraph.server.flight_service import FlightService, recorder_rows
 from jgraph.server.gates.gates import Gates
 from jgraph.server.loops.dealer import Dealers
 from jgraph.server.loops.task_loops import TaskLoops
@@ -84,7 +85,10 @@ class TaskService:
         """Set: another process has the place of this one, which ends."""
         self.shell = TaskHost(context)
         self.runtime = TaskRuntime(
-            task, self.shell, max_early_bytes=default_queue_limit()
+            task,
+            self.shell,
+            max_early_bytes=default_queue_limit(),
+            flight_rows=recorder_rows(),
         )
         self.driver = StepDriver(self.runtime, context.transport, self.shell.orders)
         self.records = ChangeStreams(context, self.runtime, self.shell)
@@ -93,6 +97,7 @@ class TaskService:
         )
         self._calls = CallCounts(context.clock)
         self._saves = SaveCounts(context.clock)
+        self._flight = FlightService(context, self.runtime.flight)
         self._began = context.clock.now()
         self.parts = StepParts(self.runtime, context.transport, self.gates)
         self.dealers = Dealers(context.clock)
@@ -109,7 +114,10 @@ class TaskService:
             **self.records.methods,
             "GateReport": self._gate_report,
             "Variables": self._variables,
-            **state_methods(context, self.runtime.store, self.shell, self._saves),
+            **state_methods(
+                context, self.runtime.store, self.shell, self._saves, self._flight
+            ),
+            **self._flight.methods,
             "Reset": self._reset,
             "MoveVariables": self._move_variables,
             "TaskLog": self._task_log,
@@ -249,12 +257,15 @@ class TaskService:
         body = body_of(request)
         if body.HasField("members"):
             self.context.arrange(arrangement_in(body.members))
-        before = self.runtime.cache.compilations
+        self._flight.client_phases(body)
+        before, began = self.runtime.cache.compilations, self.shell.now()
         program = decode_program(body.program, request.tensors)
         loaded = await self.shell.run(lambda: self.runtime.load(program))
         tasks = [TaskName(task) for task in body.participants]
         self.runtime.register(body.handle, program, loaded, tasks)
         compiled = self.runtime.cache.compilations - before
+        flight, now = self.runtime.flight, self.shell.now()
+        flight.note("register", program.name, began, now)
         yield frame(
             program_handle=pb.ProgramHandle(handle=body.handle, compilations=compiled)
         )

@@ -44,7 +44,7 @@ WAITS = (
         "events",
         "scale",
     ),
-    "dashboard",
+    *("dashboard", "trace"),
 )
 """Those that wait for tasks; others read files, train, or serve until they are told."""
 TASK = "/job:worker/task:0"

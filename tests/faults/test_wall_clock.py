@@ -24,6 +24,7 @@ PACKAGE = Path(jgraph.__file__).parent
 DATES = {
     "clock.py": "is the wall clock",
     "cli/top.py": "dates what it sees",
+    "client/timeline/collecting.py": "dates a trace",
     "client/watching.py": "dates what it sees",
     "cluster/events.py": "dates events",
     "dashboard/sources.py": "dates what it sees",

@@ -9,7 +9,8 @@ import pytest
 
 import jgraph as jg
 from jgraph.client.cluster import connect
-from jgraph.coordination.step.run_metadata import NodeTime, RunMetadata
+from jgraph.coordination.step.run_metadata import RunMetadata
+from jgraph.coordination.timeline.node_times import NodeTime
 from tests.support.layers import batches, layer, params_of, squares
 from tests.support.servers import Servers
 

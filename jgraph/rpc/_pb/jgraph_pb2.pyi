@@ -188,6 +188,10 @@ class Frame(_message.Message):
     JOIN_REQUEST_FIELD_NUMBER: _builtins.int
     JOIN_REPLY_FIELD_NUMBER: _builtins.int
     LEAVE_REQUEST_FIELD_NUMBER: _builtins.int
+    FLIGHT_QUERY_FIELD_NUMBER: _builtins.int
+    FLIGHT_FIELD_NUMBER: _builtins.int
+    PROFILE_QUERY_FIELD_NUMBER: _builtins.int
+    PROFILE_FILES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Exchange: dense per (sender incarnation, receiver), starting at 1."""
     method: _builtins.str
@@ -320,6 +324,14 @@ class Frame(_message.Message):
     def join_reply(self) -> Global___JoinReply: ...
     @_builtins.property
     def leave_request(self) -> Global___LeaveRequest: ...
+    @_builtins.property
+    def flight_query(self) -> Global___FlightQuery: ...
+    @_builtins.property
+    def flight(self) -> Global___Flight: ...
+    @_builtins.property
+    def profile_query(self) -> Global___ProfileQuery: ...
+    @_builtins.property
+    def profile_files(self) -> Global___ProfileFiles: ...
     def __init__(
         self,
         *,
@@ -387,12 +399,16 @@ class Frame(_message.Message):
         join_request: Global___JoinRequest | None = ...,
         join_reply: Global___JoinReply | None = ...,
         leave_request: Global___LeaveRequest | None = ...,
+        flight_query: Global___FlightQuery | None = ...,
+        flight: Global___Flight | None = ...,
+        profile_query: Global___ProfileQuery | None = ...,
+        profile_files: Global___ProfileFiles | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "feed_data", b"feed_data", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "join_reply", b"join_reply", "join_request", b"join_request", "keep_records", b"keep_records", "leave_request", b"leave_request", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "members", b"members", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "feed_data", b"feed_data", "flight", b"flight", "flight_query", b"flight_query", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "join_reply", b"join_reply", "join_request", b"join_request", "keep_records", b"keep_records", "leave_request", b"leave_request", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "members", b"members", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "profile_files", b"profile_files", "profile_query", b"profile_query", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "every_reply", b"every_reply", "feed_data", b"feed_data", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "join_reply", b"join_reply", "join_request", b"join_request", "keep_records", b"keep_records", "leave_request", b"leave_request", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "members", b"members", "method", b"method", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "every_reply", b"every_reply", "feed_data", b"feed_data", "flight", b"flight", "flight_query", b"flight_query", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "join_reply", b"join_reply", "join_request", b"join_request", "keep_records", b"keep_records", "leave_request", b"leave_request", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "members", b"members", "method", b"method", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "profile_files", b"profile_files", "profile_query", b"profile_query", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "record", "records_kept", "keep_records", "take_records", "end_records", "move_variables", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table", "send_data", "feed_data", "wanted_data", "run_answer", "members", "join_request", "join_reply", "leave_request"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "record", "records_kept", "keep_records", "take_records", "end_records", "move_variables", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table", "send_data", "feed_data", "wanted_data", "run_answer", "members", "join_request", "join_reply", "leave_request", "flight_query", "flight", "profile_query", "profile_files"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1535,6 +1551,7 @@ class RegisterProgram(_message.Message):
     PARTICIPANTS_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     run: _builtins.str
     """"Master.KeepProgram" (client -> master): a worker of this run that was started again
@@ -1550,6 +1567,10 @@ class RegisterProgram(_message.Message):
     def members(self) -> Global___Members:
         """To a task: where the participants are, if they are not all as described."""
 
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientPhase]:
+        """what the client did before; to the driver's task"""
+
     def __init__(
         self,
         *,
@@ -1558,14 +1579,43 @@ class RegisterProgram(_message.Message):
         participants: _abc.Iterable[_builtins.str] | None = ...,
         run: _builtins.str = ...,
         members: Global___Members | None = ...,
+        phases: _abc.Iterable[Global___ClientPhase] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "program", b"program"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "members", b"members", "participants", b"participants", "program", b"program", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "members", b"members", "participants", b"participants", "phases", b"phases", "program", b"program", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterProgram: _TypeAlias = RegisterProgram  # noqa: Y015
+
+@_typing.final
+class ClientPhase(_message.Message):
+    """A part of the work between a function and its program: "trace", "plan", "lower"."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    AGO_S_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    ago_s: _builtins.float
+    """it began so long before this was sent"""
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        ago_s: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ago_s", b"ago_s", "name", b"name", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClientPhase: _TypeAlias = ClientPhase  # noqa: Y015
 
 @_typing.final
 class ProgramHandle(_message.Message):
@@ -1623,6 +1673,229 @@ class RunStep(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunStep: _TypeAlias = RunStep  # noqa: Y015
+
+@_typing.final
+class FlightQuery(_message.Message):
+    """"Flight" (client -> task): what the task noted of its last steps. Tensors: int64[steps, 2],
+    index into `handles` and step id; float64[rows, 3], times by the task's clock: for each
+    step its nodes (ready, begun, done), then a row of the step (asked for, begun, over).
+    NaN for what did not happen. It is also a round trip that tells how far the clocks are
+    apart.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: _builtins.int
+    LAST_S_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
+    NO_RECORDS_FIELD_NUMBER: _builtins.int
+    after: _builtins.int
+    """records up to this number are known"""
+    last_s: _builtins.float
+    """none that was over longer ago; 0: all that are kept"""
+    no_records: _builtins.bool
+    """the times of the answer are all that is asked for"""
+    @_builtins.property
+    def known(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """handles of which the caller knows the nodes"""
+
+    def __init__(
+        self,
+        *,
+        after: _builtins.int = ...,
+        last_s: _builtins.float = ...,
+        known: _abc.Iterable[_builtins.str] | None = ...,
+        no_records: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "known", b"known", "last_s", b"last_s", "no_records", b"no_records"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlightQuery: _TypeAlias = FlightQuery  # noqa: Y015
+
+@_typing.final
+class Flight(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECEIVED_S_FIELD_NUMBER: _builtins.int
+    ANSWERED_S_FIELD_NUMBER: _builtins.int
+    CLOCK_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    SINCE_S_FIELD_NUMBER: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
+    PROGRAMS_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    received_s: _builtins.float
+    """by the task's clock"""
+    answered_s: _builtins.float
+    clock: _builtins.str
+    """tasks that say the same, and not nothing, have one clock"""
+    last: _builtins.int
+    """number of the last record"""
+    since_s: _builtins.float
+    """of what was over later, all was kept until now"""
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def programs(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlightProgram]:
+        """of `handles`, those that are not known"""
+
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlightNote]: ...
+    def __init__(
+        self,
+        *,
+        received_s: _builtins.float = ...,
+        answered_s: _builtins.float = ...,
+        clock: _builtins.str = ...,
+        last: _builtins.int = ...,
+        since_s: _builtins.float = ...,
+        handles: _abc.Iterable[_builtins.str] | None = ...,
+        programs: _abc.Iterable[Global___FlightProgram] | None = ...,
+        notes: _abc.Iterable[Global___FlightNote] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_s", b"answered_s", "clock", b"clock", "handles", b"handles", "last", b"last", "notes", b"notes", "programs", b"programs", "received_s", b"received_s", "since_s", b"since_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Flight: _TypeAlias = Flight  # noqa: Y015
+
+@_typing.final
+class FlightProgram(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    DRIVER_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    handle: _builtins.str
+    name: _builtins.str
+    driver: _builtins.str
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlightNode]: ...
+    def __init__(
+        self,
+        *,
+        handle: _builtins.str = ...,
+        name: _builtins.str = ...,
+        driver: _builtins.str = ...,
+        nodes: _abc.Iterable[Global___FlightNode] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["driver", b"driver", "handle", b"handle", "name", b"name", "nodes", b"nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlightProgram: _TypeAlias = FlightProgram  # noqa: Y015
+
+@_typing.final
+class FlightNode(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    label: _builtins.str
+    nbytes: _builtins.int
+    peer: _builtins.str
+    key: _builtins.str
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        label: _builtins.str = ...,
+        nbytes: _builtins.int = ...,
+        peer: _builtins.str = ...,
+        key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "kind", b"kind", "label", b"label", "nbytes", b"nbytes", "peer", b"peer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlightNode: _TypeAlias = FlightNode  # noqa: Y015
+
+@_typing.final
+class FlightNote(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    BEGAN_S_FIELD_NUMBER: _builtins.int
+    ENDED_S_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    label: _builtins.str
+    began_s: _builtins.float
+    ended_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        label: _builtins.str = ...,
+        began_s: _builtins.float = ...,
+        ended_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_s", b"began_s", "ended_s", b"ended_s", "kind", b"kind", "label", b"label"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlightNote: _TypeAlias = FlightNote  # noqa: Y015
+
+@_typing.final
+class ProfileQuery(_message.Message):
+    """"Profile" (client -> task): XLA's own profile of what the task does now, for so long.
+    Tensors: uint8[n], the bytes of each file.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileQuery: _TypeAlias = ProfileQuery  # noqa: Y015
+
+@_typing.final
+class ProfileFiles(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """relative, as TensorBoard wants them"""
+
+    def __init__(
+        self,
+        *,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileFiles: _TypeAlias = ProfileFiles  # noqa: Y015
 
 @_typing.final
 class StepTrace(_message.Message):

@@ -49,11 +49,13 @@ class DrivenStep:
       on_computed: called when the driver's own part is done, with the fetches.
       on_over: called when every part is done, or with the step's first error.
       asked_s: when the other tasks were asked for their parts.
+      is_traced: whether they tell when their nodes ran.
       parts: what each task measured, if the step is traced.
     """
 
     __slots__ = (
         "asked_s",
+        "is_traced",
         "on_computed",
         "on_over",
         "parts",
@@ -69,7 +71,9 @@ class DrivenStep:
         on_computed: OnComputed,
         on_over: OnOver,
         asked_s: float,
+        is_traced: bool,
     ) -> None:
+        self.is_traced = is_traced
         self.asked_s = asked_s
         self.parts: list[PartTimes] = []
         self.step = step
@@ -138,7 +142,7 @@ class StepDriver:
         step = handle, next(self._ids)
         tracker = StepTracker(program.name, tasks)
         asked_s = self._runtime.now()
-        driven = DrivenStep(step, tracker, on_computed, on_over, asked_s)
+        driven = DrivenStep(step, tracker, on_computed, on_over, asked_s, trace)
         order = pb.StartStep(
             handle=handle,
             step_id=step[1],
@@ -224,7 +228,8 @@ class StepDriver:
         """Learns that another task's part is done, or why it failed."""
         driven = self._steps.get(step)
         if driven is not None:
-            self._note_times(driven, src, nodes)
+            if nodes is not None:
+                self._note_times(driven, src, nodes)
             done = PartDone(src) if error is None else PartFailed(src, error)
             self._handle(driven, done)
 
@@ -251,15 +256,13 @@ class StepDriver:
             self._handle(driven, PartFailed(self._runtime.task, error))
             return
         driven.on_computed(outcome, times)
-        self._note_times(driven, self._runtime.task, times.nodes)
+        if driven.is_traced:
+            self._note_times(driven, self._runtime.task, times.nodes)
         self._handle(driven, PartDone(self._runtime.task))
 
-    def _note_times(
-        self, driven: DrivenStep, task: TaskName, nodes: NodeTimes | None
-    ) -> None:
-        if nodes is not None:
-            told_s = self._runtime.now()
-            driven.parts.append(PartTimes(task, nodes, driven.asked_s, told_s))
+    def _note_times(self, driven: DrivenStep, task: TaskName, nodes: NodeTimes) -> None:
+        told_s = self._runtime.now()
+        driven.parts.append(PartTimes(task, nodes, driven.asked_s, told_s))
 
     def _late(self, driven: DrivenStep, timeout_s: float) -> None:
         waited_for = tuple(self._runtime.waiting_for(driven.step))

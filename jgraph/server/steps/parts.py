@@ -47,7 +47,7 @@ class StepParts:
         def end(outcome: Outcome, times: StepTimes) -> None:
             _, timer = self._drivers.pop(step)
             timer.cancel()
-            self._report(driver, step, outcome, times)
+            self._report(driver, step, outcome, times if order.trace else None)
 
         def late() -> None:
             causes = ", ".join(self._runtime.waiting_for(step)) or "its turn"
@@ -73,12 +73,16 @@ class StepParts:
         failpoint("step.begun")
 
     def _report(
-        self, driver: TaskName, step: StepKey, outcome: Outcome, times: StepTimes
+        self,
+        driver: TaskName,
+        step: StepKey,
+        outcome: Outcome,
+        times: StepTimes | None,
     ) -> None:
         done = pb.StepDone(handle=step[0], step_id=step[1])
         if isinstance(outcome, BaseException):
             done.status.CopyFrom(to_status(as_error(outcome, self._runtime.task)))
-        tensors = () if times.nodes is None else (times.nodes,)
+        tensors = () if times is None else (times.nodes,)
         report = frame(step_done=done, tensors=tensors)
 
         def say() -> None:

@@ -32,6 +32,7 @@ class TaskHost:
     a few more of them than cores.
 
     Attributes:
+      now: returns monotonic time in seconds.
       orders: to begin a step, for tasks that values of it go to at once: they travel
         with these, as a frame costs more than what is in it.
       computes_at_once: whether the event loop's thread computes now.
@@ -40,6 +41,7 @@ class TaskHost:
     def __init__(self, context: TaskContext) -> None:
         self._transport = context.transport
         self._clock = context.clock
+        self.now = context.clock.now
         self._loop = asyncio.get_running_loop()
         self._hand_over = Cost()
         self._counting = threading.Lock()
@@ -50,10 +52,6 @@ class TaskHost:
         self._pool = ThreadPoolExecutor(
             max_workers=4 + self._cores, thread_name_prefix="jgraph-work"
         )
-
-    def now(self) -> float:
-        """Returns monotonic time in seconds."""
-        return self._clock.now()
 
     def busy(self) -> dict[str, float]:
         """Returns the CPU seconds of work by kind; XLA's own threads do not count."""

@@ -5,13 +5,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from jgraph.coordination.step.run_metadata import (
-    END,
-    READY,
-    START,
     PartTimes,
     aligned_clocks,
     run_metadata,
 )
+from jgraph.coordination.timeline.node_times import END, READY, START
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.nodes import (
     FeedNode,

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from jgraph.coordination.step.run_metadata import NodeTime, RunMetadata, timeline
+from jgraph.coordination.step.run_metadata import RunMetadata, timeline
+from jgraph.coordination.timeline.node_times import NodeTime
 from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from tests.support.traces import check_trace

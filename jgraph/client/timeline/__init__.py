@@ -1,0 +1,1 @@
+"""Timelines of a cluster: fetches what its tasks noted of their last steps."""

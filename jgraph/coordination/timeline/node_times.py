@@ -1,0 +1,163 @@
+"""Node times: what the nodes of a partition are, and when each of them ran."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
+
+import numpy as np
+
+from jgraph.graph.device import TaskName
+from jgraph.plan.program.nodes import (
+    FeedNode,
+    LookupNode,
+    Node,
+    ReadNode,
+    RecvNode,
+    SegmentNode,
+    SendNode,
+    WriteNode,
+    outputs_of,
+)
+
+if TYPE_CHECKING:  # who looks at a cluster loads no JAX
+    from jgraph.plan.program.program import Partition, Program
+
+READY: Final = 0
+START: Final = 1
+END: Final = 2
+"""Columns of times: a node had all that it takes, it began, and it was done."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What a node is, whichever step it runs in.
+
+    Attributes:
+      kind: ``"segment"``, ``"send"``, ``"recv"``, ``"read"``, ``"write"``, …
+      label: what a segment computes, names of variables or of a feed, for people.
+      nbytes: of the values that it makes or sends.
+      peer: the other task of a ``send`` or ``recv``.
+      key: names the message: a ``send`` and a ``recv`` of one key belong together.
+    """
+
+    kind: str
+    label: str = ""
+    nbytes: int = 0
+    peer: TaskName | None = None
+    key: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NodeTime:
+    """When one node of a step ran, in seconds since the step began.
+
+    Attributes:
+      task: where.
+      node: its index in the partition of that task.
+      kind: ``"segment"``, ``"send"``, ``"recv"``, ``"read"``, ``"write"``, …
+      label: what a segment computes, names of variables or of a feed, for people.
+      ready_s: all that it takes was there. A ``recv`` waits from here for its values,
+        everything else for its turn.
+      start_s: it began; of a ``recv``, its values were there.
+      end_s: it was done.
+      nbytes: of the values that it makes or sends.
+      peer: the other task of a ``send`` or ``recv``.
+      key: names the message: a ``send`` and a ``recv`` of one key belong together.
+    """
+
+    task: TaskName
+    node: int
+    kind: str
+    label: str
+    ready_s: float
+    start_s: float
+    end_s: float
+    nbytes: int = 0
+    peer: TaskName | None = None
+    key: str = ""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds between having all that it takes and beginning."""
+        return self.start_s - self.ready_s
+
+    @property
+    def seconds(self) -> float:
+        """Seconds at work."""
+        return self.end_s - self.start_s
+
+
+def facts_of(program: "Program", task: TaskName) -> tuple[NodeFacts, ...]:
+    """Returns what the nodes of a task's partition are, in order."""
+    labels = {code.digest: code.label for code in program.segments}
+    partition = program.partition(task)
+    return tuple(_facts(partition, node, labels) for node in partition.nodes)
+
+
+def node_times(
+    task: TaskName, facts: Sequence[NodeFacts], times: np.ndarray[Any, Any]
+) -> Iterator[NodeTime]:
+    """Yields the nodes that ran.
+
+    Args:
+      task: where.
+      facts: of all its nodes.
+      times: float64[nodes, 3], in seconds; NaN for what did not happen.
+    """
+    rows: list[tuple[float, float, float]] = times.tolist()
+    for index, (fact, (ready, start, end)) in enumerate(zip(facts, rows, strict=True)):
+        if end == end:  # else it did not run
+            yield NodeTime(
+                task,
+                index,
+                fact.kind,
+                fact.label,
+                ready,
+                start,
+                end,
+                fact.nbytes,
+                fact.peer,
+                fact.key,
+            )
+
+
+def _facts(partition: "Partition", node: Node, labels: Mapping[str, str]) -> NodeFacts:
+    peer, key = _message(node)
+    values = node.values if isinstance(node, SendNode) else outputs_of(node)
+    return NodeFacts(
+        kind=type(node).__name__.removesuffix("Node").lower(),
+        label=_label(partition, node, labels),
+        nbytes=sum(partition.values[value].nbytes for value in values),
+        peer=peer,
+        key=key,
+    )
+
+
+def _message(node: Node) -> tuple[TaskName | None, str]:
+    match node:
+        case SendNode():
+            return node.dst, node.key
+        case RecvNode():
+            return node.src, node.key
+        case _:
+            return None, ""
+
+
+def _label(partition: "Partition", node: Node, labels: Mapping[str, str]) -> str:
+    match node:
+        case SegmentNode():
+            return labels.get(node.digest, "")
+        case FeedNode():
+            return node.name
+        case SendNode():
+            return f"to {node.dst}"
+        case RecvNode():
+            return f"from {node.src}"
+        case ReadNode() | WriteNode():
+            return ", ".join(partition.variables[v].name for v in node.variables)
+        case LookupNode():
+            return ", ".join(partition.variables[r.variable].name for r in node.rows)
+        case _:
+            return ""
