@@ -6,12 +6,16 @@ A model of 3 MB with SGD trains on real processes. One JSON line each:
   longest pause between two updates of worker 0 meanwhile, and its longest before.
 - ``leaves``: how long ``scale`` takes to let a worker leave, and the batches that were
   done again for that.
+- ``changes``: joins and leaves in simulated runs whose workers, ps and masters are
+  killed, frozen and cut off meanwhile, and in how many of these runs a batch was lost,
+  or came twice and was not told of, by what each ps has applied.
 - ``cost``: steps per second of a run with ``elastic=`` over those of one without,
   while nobody joins or leaves; in alternating rounds.
 
 ``--rows`` prints them as rows of a table, and which rows are not there.
 """
 
+import logging
 import statistics
 import sys
 import time
@@ -24,12 +28,15 @@ from flax import nnx
 
 import jgraph as jg
 from benchmarks import measure
+from tests.support.simulation.member_runs import simulated
 
 STRATEGIES = {"async": jg.AsyncPS, "sync": jg.SyncPS}
 ELASTIC = jg.Elastic(workers=(1, 8))
 WAIT_S = 60.0
-ROWS = (1, 2, 7)
-"""Numbers of the rows: a worker joins, leaves, and what elasticity costs."""
+ROWS = (1, 2, 4, 7)
+"""Numbers of the rows: a worker joins, leaves, what is lost, what elasticity costs."""
+CHANGES = 200
+UNITS = {"changes": "runs with a lost or doubled batch", "cost": "of the rate without"}
 
 
 class Model(nnx.Module):
@@ -114,6 +121,28 @@ def members(strategy: str) -> tuple[dict[str, float], dict[str, float]]:
     return joins, leaves
 
 
+def changes(least: int) -> dict[str, float]:
+    """Simulates runs until workers have joined or left so often; counts wrong ones."""
+    logging.disable()  # of what is broken on purpose
+    counts = dict.fromkeys(
+        ("wrong", "joins", "leaves", "kills", "takeovers", "runs"), 0
+    )
+    while counts["joins"] + counts["leaves"] < least:
+        try:
+            world = simulated(counts["runs"])
+        except AssertionError as error:
+            print(error, *error.__notes__, sep="\n", file=sys.stderr)
+            counts["wrong"] += 1
+        else:
+            counts["joins"] += world.joined
+            counts["leaves"] += world.left
+            counts["kills"] += world.kills
+            counts["takeovers"] += len(world.masters) - 1
+        counts["runs"] += 1
+    logging.disable(logging.NOTSET)
+    return {name: float(count) for name, count in counts.items()}
+
+
 def rate(strategy: str, elastic: Any, seconds: float) -> float:
     """Steps per second of a run, while nobody joins or leaves."""
     with jg.LocalCluster(ps=1, workers=2, elastic=True) as cluster:
@@ -139,6 +168,7 @@ def main() -> None:
     for name, found in zip(("joins", "leaves"), zip(*pairs, strict=True), strict=True):
         median = {k: statistics.median(one[k] for one in found) for k in found[0]}
         cases[name] = {k: round(value, 3) for k, value in median.items()}
+    cases["changes"] = changes(CHANGES)
     ratios = [
         rate(a.strategy, ELASTIC, a.seconds) / rate(a.strategy, None, a.seconds)
         for _ in range(a.rounds)
@@ -148,13 +178,13 @@ def main() -> None:
     for number, (name, case) in zip(ROWS, cases.items(), strict=True):
         if a.rows:
             value, *_ = case.values()
-            unit = "of the rate without" if name == "cost" else "s"
+            unit = UNITS.get(name, "s")
             measure.emit_row(number, value, unit, case=name, **about, **case)
         else:
             measure.emit("elastic", case=name, **about, **case)
     if a.rows:
         print(
-            "rows 3 to 6 are of parameter servers that join, unequal hosts and a "
+            "rows 3, 5 and 6 are of parameter servers that join, unequal hosts and a "
             "policy, of which jgraph has none",
             file=sys.stderr,
         )
