@@ -131,6 +131,8 @@ class Registrar:
         member = context.arrangement.members.get(context.task)
         if member is None or not (member.incarnation or member.leaves):
             return
+        if member.incarnation not in {0, context.incarnation}:  # another has its place
+            return
         request = pb.LeaveRequest(
             task=context.task, incarnation=member.incarnation, ended=ended
         )
@@ -335,8 +337,10 @@ class Registrar:
         farewells = self._lease_s
         while farewells > 0:
             news, member_now = self._news, self._member(task)
-            is_told = await self._look(task, member_now or member)
             is_member = member_now is not None and member_now.address == member.address
+            # Another process may be the task now, elsewhere.
+            looked = member_now if member_now is not None and is_member else member
+            is_told = await self._look(task, looked)
             if not is_member:
                 if is_told is not False:  # it knows, or nobody is there
                     break

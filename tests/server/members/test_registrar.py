@@ -210,6 +210,30 @@ def test_that_one_is_no_member_any_more_is_told_beside_the_loss_of_its_link(
     assert any("no member of the cluster any more" in text for text in texts)
 
 
+@pytest.mark.row(41)
+def test_a_process_whose_place_another_has_ends_and_leaves_that_its_place(
+    here: Servers, stack: ExitStack
+) -> None:
+    old, ps = joined(here, stack), here.server(PS)
+    assert old._server is not None
+    assert ps._server is not None
+    context = old._server.context
+    with connect(ps.target, timeout_s=20) as cluster:
+        # As one that was silent is given up, and does not hear of it.
+        left = pb.LeaveRequest(task=old.task, incarnation=context.incarnation)
+        left.ended = True
+        old._server.context.rearranged.clear()
+        cluster.call("Master.Leave", frame(leave_request=left))
+        new = joined(here, stack)
+        assert new.task == old.task
+        wait_until(lambda: number(ps) == 3)
+        assert context.arrange(ps._server.context.arrangement)
+        event_loop.run(old._server.master.registrar.say_left(ended=True))
+        assert number(ps) == 3
+        assert new.task in known(ps)
+    assert new.replaced is None
+
+
 def test_no_task_that_is_a_ps_is_told_to_leave(here: Servers) -> None:
     with (
         connect(here.server("/job:worker/task:0").target, timeout_s=20) as cluster,
