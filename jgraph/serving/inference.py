@@ -1,5 +1,7 @@
 """Inference requests: routing, checks and answers, whatever protocol they came by."""
 
+import asyncio
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
@@ -8,17 +10,21 @@ import numpy as np
 
 from jgraph.clock import Clock
 from jgraph.errors import (
+    JGError,
     ModelInputError,
     ModelNotFoundError,
     ModelNotReadyError,
     NotAllowedError,
 )
 from jgraph.serving.answering import Fact
-from jgraph.serving.served_model import ServedModel, ServedVersion
+from jgraph.serving.served_model import Mirror, ServedModel, ServedVersion
 from jgraph.serving.signature import Array, Signature, TensorSpec, short
 
 PLATFORM: Final = "jax_stablehlo"
+MOST_MIRRORED: Final = 64
+"""Copies of requests that are under way at once, of all models."""
 _LONGEST_S: Final = 86_400
+_LOG = logging.getLogger("jgraph.serving")
 EXTENSIONS: Final = ("binary_tensor_data", "model_repository", "statistics")
 
 
@@ -54,6 +60,7 @@ class Models:
     by_name: dict[str, ServedModel] = field(default_factory=dict)
     is_ending: bool = False
     says_ready: bool = True
+    _mirroring: set["asyncio.Task[None]"] = field(default_factory=set)
 
     def model(self, name: str) -> ServedModel:
         """Returns a model.
@@ -119,8 +126,57 @@ class Models:
         deadline = now + min(timeout_s or version.timeout_s, _LONGEST_S)
         queue = version.queues[signature or version.loaded.default]
         found = await queue.answer(inputs, rows, deadline)
+        if version.mirror is not None:
+            self._mirror(version, signature, values, found.outputs)
         values_of = [(one.outputs[n], found.outputs[n]) for n in places]
         return Answer(version.number, values_of, found.facts)
+
+    def _mirror(
+        self,
+        version: ServedVersion,
+        signature: str,
+        values: Mapping[str, Array],
+        outputs: Sequence[Array],
+    ) -> None:
+        """Begins to ask a mirror the same, if there is one and it is not busy."""
+        assert version.mirror is not None  # as the caller has seen
+        with version.mirror() as mirror:
+            if mirror is None or len(self._mirroring) >= MOST_MIRRORED:
+                return
+        asking = asyncio.get_running_loop().create_task(
+            self._compare(version.mirror, version, signature, values, outputs)
+        )
+        self._mirroring.add(asking)
+        asking.add_done_callback(self._mirroring.discard)
+
+    async def _compare(
+        self,
+        held: Mirror,
+        version: ServedVersion,
+        signature: str,
+        values: Mapping[str, Array],
+        outputs: Sequence[Array],
+    ) -> None:
+        await asyncio.sleep(0)  # the answer goes out first
+        with held() as mirror:
+            if mirror is None:
+                return
+            outcome = "failed"
+            try:
+                function = mirror.loaded.function(signature)
+                inputs, rows = function.signature.ordered(values)
+                queue = mirror.queues[signature or mirror.loaded.default]
+                deadline = self.clock.now() + mirror.timeout_s
+                found = await queue.answer(inputs, rows, deadline)
+                own = version.loaded.function(signature).signature
+                same = own.are_close(outputs, function.signature, found.outputs)
+                outcome = "same" if same else "different"
+            except JGError as error:
+                _LOG.debug("A mirrored request failed: %s", error)
+            except Exception:  # noqa: BLE001  # a copy must not harm the original
+                _LOG.exception("A mirrored request failed in an unexpected way.")
+            counts = mirror.statistics.mirrored
+            counts[outcome] = counts.get(outcome, 0) + 1
 
     def metadata(self, name: str, version: str) -> dict[str, Any]:
         """Returns what a model takes and gives, as the protocol has it.

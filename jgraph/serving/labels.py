@@ -15,6 +15,7 @@ FILE: Final = "labels.json"
 MAX_BYTES: Final = 1 << 20
 LABEL: Final = re.compile(r"[A-Za-z_][0-9A-Za-z_.-]{0,63}")
 _SPLIT: Final = "split"
+_MIRROR: Final = "mirror"
 
 
 @final
@@ -25,14 +26,16 @@ class Labels:
     Attributes:
       targets: version by label.
       split: percent of the requests by label, for requests that name no version.
+      mirror: label of the version that gets a copy of each request; empty: none does.
 
     Example:
-      >>> Labels.of('{"stable": 7, "canary": 8, "split": {"stable": 90, "canary": 10}}')
-      Labels(targets={'stable': 7, 'canary': 8}, split={'stable': 90, 'canary': 10})
+      >>> Labels.of('{"stable": 7, "canary": 8, "mirror": "canary"}')
+      Labels(targets={'stable': 7, 'canary': 8}, split={}, mirror='canary')
     """
 
     targets: Mapping[str, int] = field(default_factory=dict)
     split: Mapping[str, int] = field(default_factory=dict)
+    mirror: str = ""
 
     @classmethod
     def of(cls, text: str) -> "Labels":
@@ -44,7 +47,7 @@ class Labels:
         found: Any = json.loads(text)
         if not isinstance(found, dict):
             raise ValueError("it is no object of labels")  # noqa: TRY004  # of a file
-        split = found.pop(_SPLIT, {})
+        split, mirror = found.pop(_SPLIT, {}), found.pop(_MIRROR, "")
         for label, version in found.items():
             if not LABEL.fullmatch(label):
                 raise ValueError(
@@ -60,7 +63,9 @@ class Labels:
             raise ValueError("split has to give labels of this file percents")
         if split and sum(split.values()) != 100:
             raise ValueError(f"the percents of split make {sum(split.values())}")
-        return cls(found, split)
+        if mirror != "" and (not isinstance(mirror, str) or mirror not in found):
+            raise ValueError("mirror has to be a label of this file")
+        return cls(found, split, mirror)
 
 
 def read_labels(model: Path) -> Labels:
@@ -97,7 +102,10 @@ def set_label(model: Path, label: str, version: int | None) -> Labels:
                 f"{', '.join(map(str, there)) or 'none'}"
             )
         targets[label] = version
-    content = json.dumps({**targets, **({_SPLIT: now.split} if now.split else {})})
+    more = {_SPLIT: now.split, _MIRROR: now.mirror}
+    content = json.dumps(
+        {**targets, **{name: one for name, one in more.items() if one}}
+    )
     try:
         labels = Labels.of(content)
     except ValueError as error:

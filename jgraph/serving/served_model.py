@@ -6,12 +6,13 @@ The shell of ``coordination.serving.versions``.
 import asyncio
 import logging
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 from jgraph.client.cluster import Cluster
 from jgraph.clock import Clock
@@ -60,6 +61,7 @@ from jgraph.serving.tasks.program_function import ProgramFunction
 
 _LOG = logging.getLogger("jgraph.serving")
 LABEL: Final = "label:"
+Mirror: TypeAlias = "Callable[[], AbstractContextManager[ServedVersion | None]]"
 
 
 @final
@@ -87,6 +89,8 @@ class ServedVersion:
         self.timeout_s = options.timeout_s
         self.statistics = Statistics()
         self.under_way = 0
+        self.mirror: Mirror | None = None
+        """Holds the version that gets copies of what this one is asked."""
         self.queues: dict[str, FunctionQueue] = {}
         for name, function in loaded.functions.items():
             merges = function.signature.rows_independent
@@ -157,7 +161,8 @@ class ExportedVersions:
         if problem and problem != self._said:
             _LOG.warning("The labels of %s stay as they were: %s", self.name, problem)
         self._said = problem
-        return Listed(found, self._labels.targets, self._labels.split)
+        labels = self._labels
+        return Listed(found, labels.targets, labels.split, labels.mirror)
 
     def load(self, version: int) -> tuple[Version, ModelOptions]:
         """See ``VersionSource.load``."""
@@ -220,6 +225,7 @@ class ServedModel:
         self._machine = Versions(source.newest)
         self._table = Publish(())
         self._there: dict[int, ServedVersion] = {}
+        self._mirror = ""
         self._draining: set[int] = set()
         self._loading: set[asyncio.Task[None]] = set()
 
@@ -245,6 +251,8 @@ class ServedModel:
 
     def tell(self, event: Event) -> None:
         """Does what follows from an event."""
+        if isinstance(event, Listed):
+            self._mirror = event.mirror
         for instruction in self._machine.handle(event):
             match instruction:
                 case Load(version):
@@ -264,6 +272,8 @@ class ServedModel:
 
     def _publish(self, table: Publish) -> None:
         self._table = table
+        for version in table.ready:
+            self._there[version].mirror = partial(self._mirrored, version)
         ready = ", ".join(map(str, table.ready)) or "nothing"
         _LOG.info("%s answers with version %s.", self.name, ready)
 
@@ -309,6 +319,16 @@ class ServedModel:
         finally:
             chosen.under_way -= 1
             self._end_if_idle(chosen.number)
+
+    @contextmanager
+    def _mirrored(self, version: int) -> Iterator[ServedVersion | None]:
+        """Gives the version that gets copies of the requests of another one."""
+        number = self._table.labels.get(self._mirror, version)
+        if number == version or self._there[number].queued_rows:
+            yield None  # it is behind already
+            return
+        with self.routed(str(number)) as mirror:
+            yield mirror
 
     def _end_if_idle(self, version: int) -> None:
         if version in self._draining and not self._there[version].under_way:

@@ -167,6 +167,23 @@ class Signature:
             places.append(known[name])
         return places or list(range(len(self.outputs)))
 
+    def are_close(
+        self, outputs: Sequence[Array], other: "Signature", others: Sequence[Array]
+    ) -> bool:
+        """Whether another function's outputs are the same, within ``rtol``.
+
+        Args:
+          outputs: of this one.
+          other: has the same names of outputs, or it is not the same.
+          others: its outputs.
+        """
+        if [one.name for one in self.outputs] != [one.name for one in other.outputs]:
+            return False
+        return all(
+            mine.shape == theirs.shape and is_close(mine, theirs, self.rtol)
+            for mine, theirs in zip(outputs, others, strict=True)
+        )
+
     def ordered(self, values: Mapping[str, Array]) -> tuple[list[Array], int]:
         """Returns the inputs in the order of the program, and how many rows they have.
 
@@ -208,6 +225,22 @@ def dtype_of(name: str) -> np.dtype[Any]:
       2
     """
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def is_close(answer: Array, reference: Array, rtol: float) -> bool:
+    """Whether two arrays differ by less than ``rtol`` of the largest number.
+
+    Example:
+      >>> is_close(np.array([1.0, 100.0]), np.array([1.0005, 100.0]), 1e-5)
+      True
+    """
+    answer64, reference64 = (np.asarray(one, np.float64) for one in (answer, reference))
+    scale = float(
+        np.max(np.abs(reference64), initial=0.0, where=np.isfinite(reference64))
+    )
+    return np.allclose(
+        answer64, reference64, rtol=rtol, atol=rtol * scale, equal_nan=True
+    )
 
 
 def check_dtype(name: str, dtype: str) -> None:

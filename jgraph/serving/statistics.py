@@ -39,6 +39,8 @@ class Statistics:
       compute_input: putting requests together.
       compute_infer: running the code.
       refused: refused requests by code of the error.
+      mirrored: copies of requests of another version, by what came of them: ``same``,
+        ``different`` or ``failed``.
     """
 
     rows: int = 0
@@ -50,6 +52,7 @@ class Statistics:
     compute_input: Durations = field(default_factory=Durations)
     compute_infer: Durations = field(default_factory=Durations)
     refused: dict[str, int] = field(default_factory=dict)
+    mirrored: dict[str, int] = field(default_factory=dict)
 
     @property
     def durations(self) -> Mapping[str, Durations]:
@@ -104,6 +107,9 @@ class Metrics:
         refused = counter("refused", "Requests refused, by code.", "code")
         rows = counter("rows", "Rows answered.")
         executions = counter("executions", "Executions of the model's code.")
+        mirrored = counter(
+            "mirrored", "Copies of requests of other versions, by outcome.", "outcome"
+        )
         seconds = counter("seconds", "Seconds spent, by part.", "part")
         queued = GaugeMetricFamily(
             "jgraph_serve_queued_rows", "Rows that wait.", labels=names
@@ -116,6 +122,8 @@ class Metrics:
             queued.add_metric(who, waiting)
             for code, count in one.refused.items():
                 refused.add_metric([*who, code], count)
+            for outcome, count in one.mirrored.items():
+                mirrored.add_metric([*who, outcome], count)
             for part, duration in one.durations.items():
                 seconds.add_metric([*who, part], duration.ns / 1e9)
-        yield from (requests, refused, rows, executions, seconds, queued)
+        yield from (requests, refused, rows, executions, mirrored, seconds, queued)

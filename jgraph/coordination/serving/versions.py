@@ -20,11 +20,19 @@ GONE: Final = "unloaded"
 @final
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """These versions and labels are in the directory now."""
+    """These versions and labels are in the directory now.
+
+    Attributes:
+      versions: their numbers.
+      labels: version by label.
+      split: percent by label, for requests that name no version.
+      mirror: label of the version that gets copies of requests.
+    """
 
     versions: tuple[int, ...]
     labels: Mapping[str, int] = field(default_factory=dict)
     split: Mapping[str, int] = field(default_factory=dict)
+    mirror: str = ""
 
 
 @final

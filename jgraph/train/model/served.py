@@ -14,6 +14,7 @@ from jgraph.serving.signature import (
     Signature,
     TensorSpec,
     check_dtype,
+    is_close,
     short,
 )
 from jgraph.train.model.losses import positional
@@ -220,7 +221,7 @@ def rows_independent(
             for spec, answer, reference in zip(
                 signature.outputs, run(among), alone[row], strict=True
             ):
-                if not _is_close(answer[place], reference[0], rtol):
+                if not is_close(answer[place], reference[0], rtol):
                     _LOG.warning(
                         "%s: '%s' of a row depends on the rows beside it (%s alone, %s "
                         "among %d), so servers will compute each request alone.",
@@ -244,13 +245,3 @@ def _among(values: Array, count: int, rng: np.random.Generator) -> Array:
         rows[::3] = 0
         rows[1::3] += rng.standard_normal(rows[1::3].shape).astype(values.dtype)
     return rows
-
-
-def _is_close(answer: Array, reference: Array, rtol: float) -> bool:
-    answer64, reference64 = (np.asarray(one, np.float64) for one in (answer, reference))
-    scale = float(
-        np.max(np.abs(reference64), initial=0.0, where=np.isfinite(reference64))
-    )
-    return np.allclose(
-        answer64, reference64, rtol=rtol, atol=rtol * scale, equal_nan=True
-    )
