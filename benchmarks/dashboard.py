@@ -6,15 +6,20 @@ of the dashboard's process, and the memory of that. ``--part board``: what a boa
 tasks and a run has taken of memory after so many simulated seconds, halfway and at the
 end, and the time of a fact. ``--part page``, in the Chromium of this machine: from the
 address to the first sentence, the bytes of all files, and from a fact to the text on
-the screen. Prints a JSON line for each.
+the screen. ``--part trace``: a trace of 2 ps and 4 workers under null steps: how far
+its clocks may be off, by what a task says of its clock and by round trips and messages
+alone; its size and time. ``--part flight``: steps/s and CPU of a scalar null step with
+the recorder of node times and without, in turns. Prints a JSON line for each.
 """
 
 import contextlib
 import json
+import os
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -24,13 +29,16 @@ import psutil
 from benchmarks import measure
 from benchmarks.null_step import NullStep
 from benchmarks.rows import Row, each, print_rows
+from jgraph.client.timeline.collecting import FlightCollector
+from jgraph.cluster import event_loop
+from jgraph.coordination.timeline.cluster_trace import assemble
 from jgraph.coordination.watch.board import Board
 from jgraph.dashboard.app import page_files
 from tests.support.board_facts import PS, START, WORKERS, report, run, status, task
 from tests.support.chromium import CHROMIUM
 from tests.support.dashboards import Imagined, scene, serving
 
-PARTS = ("cost", "board", "page")
+PARTS = ("cost", "board", "page", "trace", "flight")
 ROWS = (
     Row(["dashboard --part cost"], each("ratio")),
     Row(["dashboard --part cost"], each("master_cores_more"), "cores"),
@@ -39,6 +47,8 @@ ROWS = (
     Row(["dashboard --part page"], each("page_kb"), "kB"),
     Row(["dashboard --part cost"], each("rss_mb"), "MB"),
     Row(["dashboard --part board"], each("board_mb"), "MB"),
+    Row(["dashboard --part trace"], each("clock_error_us"), "us"),
+    Row(["dashboard --part flight"], each("ratio")),
 )
 
 
@@ -60,6 +70,10 @@ def main(args: Sequence[str] | None = None) -> None:
         board(a.simulated, a.tasks)
     if "page" in a.part:
         page(a.rounds)
+    if "trace" in a.part:
+        trace(a.seconds)
+    if "flight" in a.part:
+        flight(a.rounds, a.seconds)
 
 
 def cost(rounds: int, seconds: float) -> None:
@@ -164,6 +178,88 @@ def board(seconds: int, count: int) -> None:
         view_kb=round(len(json.dumps(seen.view())) / 1e3, 1),
         halfway_mb=round(halfway, 1),
         board_mb=round(rss_mb(psutil.Process()) - before, 1),
+    )
+
+
+def trace(seconds: float) -> None:
+    """All tasks of six on one clock."""
+    with (
+        NullStep("scalar", ps=2, workers=4) as work,
+        tempfile.TemporaryDirectory() as d,
+    ):
+        cluster, ended = work.cluster, threading.Event()
+
+        def go_on() -> None:
+            while not ended.is_set():
+                work.run(4, 200)
+
+        running = threading.Thread(target=go_on)
+        running.start()
+        tasks = {task: cluster.spec.address(task) for task in cluster.tasks()}
+        collector = FlightCollector(cluster.transport, tasks)
+        found = event_loop.run(collector.next(seconds))
+        began = time.perf_counter()
+        found.save(path := Path(d) / "cluster.pftrace")
+        took = time.perf_counter() - began
+        ended.set()
+        running.join()
+        nbytes = path.stat().st_size
+    for one in collector.flights.values():
+        one.clock = ""  # as if each were on a machine of its own
+    apart = assemble(collector.flights, "another")
+    truth = {(p.task, p.handle, p.step): p.over_s for p in found.parts}
+    off = [
+        abs(part.over_s - truth[key])
+        for part in apart.parts
+        if (key := (part.task, part.handle, part.step)) in truth
+    ]
+    zero = median(off)  # where time 0 is, is the same for all
+    measure.emit(
+        "dashboard",
+        part="trace",
+        tasks=len(tasks),
+        seconds=round(found.seconds, 1),
+        steps=found.steps,
+        spans=len(found.spans()),
+        clock_error_us=round(1e6 * max(found.clock_error_s.values()), 1),
+        estimated_error_us=round(1e6 * max(apart.clock_error_s.values()), 1),
+        estimate_is_off_us=round(1e6 * max(abs(o - zero) for o in off), 1),
+        save_s=round(took, 2),
+        mb=round(nbytes / 1e6, 2),
+    )
+
+
+def flight(rounds: int, seconds: float) -> None:
+    """Steps whose node times are kept, and such that are not."""
+    with contextlib.ExitStack() as stack:
+        works = {}
+        for kind, value in (("on", "1"), ("off", "0")):
+            os.environ["JGRAPH_FLIGHT"] = value
+            works[kind] = stack.enter_context(NullStep("scalar", ps=1, workers=1))
+        del os.environ["JGRAPH_FLIGHT"]
+        steps = measure.steps_for(lambda n: works["off"].run(1, n), seconds, 200)
+        cpu_us: dict[str, list[float]] = {"on": [], "off": []}
+
+        def rate(kind: str) -> float:
+            work = works[kind]
+            cpu, began = sum(work.cpu_seconds().values()), time.perf_counter()
+            work.run(1, steps)
+            took = time.perf_counter() - began
+            cpu = sum(work.cpu_seconds().values()) - cpu
+            cpu_us[kind].append(1e6 * cpu / steps)
+            return steps / took
+
+        found = measure.take_turns({k: partial(rate, k) for k in works}, rounds)
+    ratios = [on / off for on, off in zip(found["on"], found["off"], strict=True)]
+    measure.emit(
+        "dashboard",
+        part="flight",
+        rounds=rounds,
+        steps=steps,
+        steps_per_s=round(median(found["off"])),
+        **measure.spread("ratio", ratios, 3),
+        cpu_us_on=round(median(cpu_us["on"]), 1),
+        cpu_us_off=round(median(cpu_us["off"]), 1),
     )
 
 

@@ -47,6 +47,17 @@ def dashboard(
         str | None,
         typer.Option(help="With --replay: time to begin at, 2026-11-24T15:04:05."),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a page with all that a journal has at its end, or --at a time, "
+            "to --output, and do no more.",
+            dir_okay=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="File of the --report.")
+    ] = Path("report.html"),
     view_token_file: Annotated[
         Path | None,
         typer.Option(help="File to write the token of the page to, mode 0600."),
@@ -95,15 +106,18 @@ def dashboard(
     if grafana is not None:
         from jgraph.dashboard.grafana import dashboard as of_grafana
 
-        try:
-            grafana.write_text(json.dumps(of_grafana(), indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write {grafana}: {error.strerror}; name a file in a directory "
-                "of yours with --grafana"
-            ) from error
+        _write(grafana, json.dumps(of_grafana(), indent=1) + "\n", "--grafana")
         text = f"wrote {grafana}; in Grafana: Dashboards, New, Import"
         say({"path": str(grafana)}, text, as_json=as_json)
+        return
+    if report is not None:
+        from jgraph.dashboard.report import report as of_journal
+        from jgraph.dashboard.sources import ReplaySource
+
+        past = ReplaySource(report, None if at is None else _seconds(at))
+        _write(output, of_journal(past), "--output")
+        text = f"wrote {output}; it needs no server"
+        say({"path": str(output)}, text, as_json=as_json)
         return
     options = serve.Options(
         bind=bind,
@@ -123,6 +137,16 @@ def dashboard(
         sys.stdout.flush()
         with suppress(KeyboardInterrupt):
             server.run(sys.stdin.read if attended else None)
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; name a file in a directory of "
+            f"yours with {option}"
+        ) from error
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from importlib.resources import files
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, Protocol, TypeVar, final
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jgraph.client.timeline.collecting import MOST_S
 from jgraph.coordination.watch.facts import clean
 from jgraph.dashboard import guard
 from jgraph.dashboard.patches import Viewed
@@ -28,6 +29,7 @@ _KINDS: Final = {
 }
 _LINES: Final = 1000
 _LETTERS: Final = 10_000
+T = TypeVar("T")
 
 
 class Source(Viewed, Protocol):
@@ -41,6 +43,20 @@ class Source(Viewed, Protocol):
 
     def curves(self, at: float | None) -> Mapping[str, Any]:
         """Returns the series; of a time, if it is of the past."""
+
+    def timeline(self) -> Mapping[str, Any]:
+        """Returns the last steps, and what steps wait for.
+
+        Raises:
+          JGError: there is none, or nobody answers.
+        """
+
+    def trace(self, last_s: float) -> bytes:
+        """Returns what tasks did in the last seconds, as Perfetto takes it.
+
+        Raises:
+          JGError: there is none, or nobody answers.
+        """
 
     def log(self, task: str, after: int, lines: int) -> tuple[int, list[str]]:
         """Returns lines of a task's log, and the number of the last.
@@ -78,6 +94,7 @@ class App:
     ) -> None:
         self._source = source
         self._metrics = metrics
+        self._tracing = False
         self.streams = Streams(source)
         page = page_files()
         routes = [
@@ -89,6 +106,8 @@ class App:
             Route("/api/v1/state", self._state),
             Route("/api/v1/curves", self._curves),
             Route("/api/v1/stream", self.streams.open),
+            Route("/api/v1/timeline", self._timeline),
+            Route("/api/v1/trace", self._trace),
             Route("/api/v1/tasks/{job}/{index}/log", self._log),
         ]
         if metrics is not None:
@@ -111,6 +130,28 @@ class App:
     async def _curves(self, request: Request) -> Response:
         at = _time(request)
         return JSONResponse(await run_in_threadpool(self._source.curves, at))
+
+    async def _timeline(self, request: Request) -> Response:
+        return JSONResponse(dict(await self._alone(self._source.timeline)))
+
+    async def _trace(self, request: Request) -> Response:
+        last_s = _count(request, "last", 30)
+        if not 0 < last_s <= MOST_S:
+            raise _bad(400, f"'last' is in seconds, {MOST_S:g} at most")
+        content = await self._alone(self._source.trace, float(last_s))
+        named = {"Content-Disposition": 'attachment; filename="cluster.pftrace"'}
+        return Response(content, headers=named, media_type="application/octet-stream")
+
+    async def _alone(self, ask: Callable[..., T], *args: float) -> T:
+        """Asks all tasks of the cluster for something, one page at a time."""
+        if self._tracing:
+            text = "another page is asking for a timeline; ask again in a second"
+            raise _bad(409, text)
+        self._tracing = True
+        try:
+            return await run_in_threadpool(ask, *args)
+        finally:
+            self._tracing = False
 
     async def _log(self, request: Request) -> Response:
         job, index = (request.path_params[name] for name in ("job", "index"))

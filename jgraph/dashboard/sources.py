@@ -8,9 +8,13 @@ from typing import Any, final
 from jgraph import __version__
 from jgraph.client.inspect import ClusterInspector
 from jgraph.clock import WallClock
+from jgraph.coordination.watch.facts import clean
 from jgraph.dashboard.journaled_board import JournaledBoard, ReplayedBoard
 from jgraph.dashboard.poll import Poller
+from jgraph.dashboard.timeline_view import timeline_view
 from jgraph.errors import HttpRequestError
+
+_LOOK_BACK_S = 10.0
 
 
 @final
@@ -64,6 +68,24 @@ class LiveSource:
     def curves(self, at: float | None) -> Mapping[str, Any]:
         """Returns the series."""
         return self.board.curves()
+
+    def timeline(self) -> Mapping[str, Any]:
+        """Returns the last steps, and what steps wait for.
+
+        Raises:
+          JGError: no task answers.
+        """
+        trace, _ = self._visit.trace(None, _LOOK_BACK_S)
+        return clean(timeline_view(trace))  # type: ignore[no-any-return]  # as it was
+
+    def trace(self, last_s: float) -> bytes:
+        """Returns what tasks did in the last seconds, as Perfetto takes it.
+
+        Raises:
+          JGError: no task answers.
+        """
+        trace, _ = self._visit.trace(None, last_s)
+        return trace.to_perfetto()
 
     def log(self, task: str, after: int, lines: int) -> tuple[int, list[str]]:
         """Returns lines of a task's log, and the number of the last.
@@ -125,6 +147,22 @@ class ReplaySource:
         """Returns the series until a time."""
         with self._lock:
             return self._board.at(self._first_at if at is None else at).curves()
+
+    def timeline(self) -> Mapping[str, Any]:
+        """Refuses: a journal has no timeline.
+
+        Raises:
+          HttpRequestError: always.
+        """
+        raise HttpRequestError("a journal has the facts of tasks and no timeline")
+
+    def trace(self, last_s: float) -> bytes:
+        """Refuses, as ``timeline``.
+
+        Raises:
+          HttpRequestError: always.
+        """
+        raise HttpRequestError("a journal has the facts of tasks and no timeline")
 
     def log(self, task: str, after: int, lines: int) -> tuple[int, list[str]]:
         """Refuses: a journal has no logs.

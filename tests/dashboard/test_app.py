@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -312,3 +313,37 @@ def test_a_change_is_looked_at_once_for_all_who_read() -> None:
     source.board.take(facts[-1])
     later, patch = patches.after(first, 4)  # a slow reader has missed a tick
     assert patched(first, json.loads(patch)) == later
+
+
+def test_a_timeline_is_told_and_saved_for_perfetto() -> None:
+    answer = asked("/api/v1/timeline", GOOD)
+    assert answer.json()["path"]["steps"] == 20
+    saved = asked("/api/v1/trace?last=5", GOOD)
+    assert saved.headers["content-type"] == "application/octet-stream"
+    assert len(saved.content) > 1000
+    assert asked("/api/v1/trace").status_code == 401
+    for bad in ("0", "61", "-1", "1e9", "nan"):
+        assert asked(f"/api/v1/trace?last={bad}", GOOD).status_code == 400
+
+
+def test_one_page_at_a_time_asks_for_a_timeline() -> None:
+    entered, free = threading.Event(), threading.Event()
+
+    class Slow(Imagined):
+        def timeline(self) -> Mapping[str, Any]:
+            entered.set()
+            assert free.wait(20)
+            return {}
+
+    async def both() -> tuple[httpx.Response, httpx.Response]:
+        transport = httpx.ASGITransport(app_of(Slow(scene())).asgi)
+        base = f"http://{HOST}"
+        async with httpx.AsyncClient(transport=transport, base_url=base) as client:
+            first = asyncio.create_task(client.get("/api/v1/timeline", headers=GOOD))
+            await asyncio.to_thread(entered.wait, 20)
+            second = await client.get("/api/v1/timeline", headers=GOOD)
+            free.set()
+            return await first, second
+
+    first, second = asyncio.run(both())
+    assert (first.status_code, second.status_code) == (200, 409)

@@ -11,6 +11,7 @@ import pytest
 
 from jgraph.clock import WallClock
 from jgraph.dashboard.journaled_board import JournaledBoard
+from jgraph.dashboard.report import report
 from jgraph.dashboard.sources import ReplaySource
 from tests.support.board_facts import START, WORKERS, status
 from tests.support.chromium import CHROMIUM, needs_chromium
@@ -22,7 +23,7 @@ playwright = pytest.importorskip(
 pytestmark = [pytest.mark.slow, pytest.mark.procs, needs_chromium]
 TITLES = (
     *("Overview", "Training", "Workers", "Tasks", "Traffic", "Parameters"),
-    *("Checkpoints and events", "About"),
+    *("Timeline", "Checkpoints and events", "Members", "About"),
 )
 
 
@@ -82,7 +83,7 @@ def test_each_page_is_shown_by_its_key_and_nothing_complains(
     ):
         expect(page.locator("#sentence")).to_contain_text("run 'mlp' is at step 4,860")
         for number, title in enumerate(TITLES, 1):
-            page.keyboard.press(str(number))
+            page.keyboard.press(str(number % 10))
             tab = page.locator("#tabs button[aria-current=page]")
             expect(tab).to_have_text(title)
             expect(page.locator("main section").first).to_be_visible()
@@ -132,9 +133,9 @@ def test_texts_of_others_are_texts(browser: Any) -> None:
     with serving(source) as server, opened(browser, server.url) as (page, seen):
         expect(page.locator("#sentence")).to_contain_text("mlp")
         for number in range(1, len(TITLES) + 1):
-            page.keyboard.press(str(number))
+            page.keyboard.press(str(number % 10))
             expect(page.locator("main section").first).to_be_visible()
-        page.keyboard.press("7")
+        page.keyboard.press("8")
         expect(page.locator("main")).to_contain_text(EVIL[:20])
         assert page.locator("main img").count() == 0
         page.keyboard.press("4")
@@ -208,6 +209,47 @@ def test_a_frame_is_shown_where_it_was_asked_for_and_nowhere_else(
             sentence = page.frame_locator("#shown").locator("#sentence")
             expect(sentence).to_contain_text("run 'mlp' is at step")
             assert page.frame_locator("#hidden").locator("#sentence").count() == 0
+
+
+def test_the_last_steps_are_drawn_with_what_they_waited_for(browser: Any) -> None:
+    with serving(fresh()) as server, opened(browser, server.url) as (page, seen):
+        page.keyboard.press("7")
+        main = page.locator("main")
+        expect(main).to_contain_text("ms (mean of 20)")
+        expect(main).to_contain_text("worker:0 computes 'gradient'")
+        picture = page.locator("main svg[role=img]")
+        expect(picture.locator("line")).to_have_count(6)  # two messages a step
+        assert picture.locator("rect").count() >= 12
+        with page.expect_download() as download:
+            page.locator("#save").click()
+        assert download.value.suggested_filename == "cluster.pftrace"
+        expect(main).to_contain_text("open it in ui.perfetto.dev")
+        assert seen.complaints == []
+
+
+def test_a_report_is_one_file_that_needs_no_server(
+    browser: Any, tmp_path: Path
+) -> None:
+    path, file = tmp_path / "board.jsonl", tmp_path / "report.html"
+    board = JournaledBoard(WallClock(), path)
+    for fact in scene(evil=True):
+        board.take(fact)
+    board.close()
+    file.write_text(report(ReplaySource(path)), encoding="utf-8")
+    with opened(browser, file.as_uri()) as (page, seen):
+        expect(page.locator("#sentence")).to_contain_text("is at step 4,860")
+        for number, title in enumerate(TITLES, 1):
+            page.keyboard.press(str(number % 10))
+            tab = page.locator("#tabs button[aria-current=page]")
+            expect(tab).to_have_text(title)
+            expect(page.locator("main section").first).to_be_visible()
+        page.keyboard.press("2")
+        expect(page.locator("canvas").first).to_be_visible()
+        page.keyboard.press("8")
+        expect(page.locator("main")).to_contain_text(EVIL[:20])
+        assert page.locator("main img").count() == 0
+        assert seen.complaints == []
+        assert seen.hosts <= {""}
 
 
 def test_a_journal_is_shown_with_a_slider(browser: Any, tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ from jgraph.coordination.watch.facts import Fact
 from jgraph.dashboard.app import Source
 from jgraph.dashboard.journaled_board import JournaledBoard
 from jgraph.dashboard.serve import DashboardServer, Options
+from jgraph.dashboard.timeline_view import timeline_view
 from jgraph.errors import TaskLostError
 from tests.support.board_facts import PS, WORKERS, report, run, status, task
+from tests.support.flights import imagined_trace
 
 EVIL = "<img src=x onerror=alert(1)>\u202e\x1b[31m"
 
@@ -42,6 +44,12 @@ class Imagined:
 
     def curves(self, at: float | None) -> Mapping[str, Any]:
         return self.board.curves()
+
+    def timeline(self) -> Mapping[str, Any]:
+        return timeline_view(imagined_trace())
+
+    def trace(self, last_s: float) -> bytes:
+        return imagined_trace().to_perfetto()
 
     def log(self, task: str, after: int, lines: int) -> tuple[int, list[str]]:
         if task != PS:

@@ -68,6 +68,9 @@ class FlightCollector:
       tasks: where they are.
       clock: by which all is told in the end.
       identity: names that clock.
+
+    Attributes:
+      flights: what each task told so far.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class FlightCollector:
         self._tasks = dict(tasks)
         self._clock = clock or SystemClock()
         self._identity = clock_identity() if identity is None else identity
-        self._flights: dict[TaskName, TaskFlight] = {}
+        self.flights: dict[TaskName, TaskFlight] = {}
         self._last: dict[TaskName, int] = {}
         self._nodes: dict[tuple[TaskName, str], pb.FlightProgram] = {}
         self._missing: dict[TaskName, JGError] = {}
@@ -140,7 +143,7 @@ class FlightCollector:
             self._missing[task] = error
             return
         back_s, answer = self._clock.now(), body_of(reply)
-        flight = self._flights.setdefault(task, TaskFlight())
+        flight = self.flights.setdefault(task, TaskFlight())
         trip = RoundTrip(sent_s, answer.received_s, answer.answered_s, back_s)
         flight.trips.append(trip)
         flight.clock = answer.clock
@@ -180,9 +183,9 @@ class FlightCollector:
 
     def _trace(self, since_s: float) -> ClusterTrace:
         wall, now = WallClock().now(), self._clock.now()
-        tasks = [task for task in self._tasks if task in self._flights]
+        tasks = [task for task in self._tasks if task in self.flights]
         return assemble(
-            {task: self._flights[task] for task in tasks},
+            {task: self.flights[task] for task in tasks},
             self._identity,
             since_s=since_s,
             missing=list(self._missing),

@@ -142,8 +142,11 @@ class ClusterTrace:
         if check_path(path) == ".json":
             write_json(path, chrome_trace(str(self), self.clock_error_s, self.spans()))
         else:
-            trace = perfetto_trace(self.clock_error_s, self.spans(), self.began)
-            write_bytes(path, trace)
+            write_bytes(path, self.to_perfetto())
+
+    def to_perfetto(self) -> bytes:
+        """Returns what ``save`` writes as ``.pftrace``."""
+        return perfetto_trace(self.clock_error_s, self.spans(), self.began)
 
     def show(self, steps: int = 3) -> "Picture":
         """Returns a picture of the last steps: a lane for each task.

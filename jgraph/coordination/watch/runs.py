@@ -172,6 +172,8 @@ class RunSeen:
             "not_finite": sorted(self.odd),
             "workers": {task: w.view() for task, w in sorted(self.workers.items())},
             "recoveries": self.recoveries,
+            "members": items(fact, "workers"),
+            "bounds": items(fact, "bounds") or None,
         }
 
 

@@ -107,3 +107,39 @@ export function treemap(items, label) {
   }
   return s("svg", { role: "img", "aria-label": label, viewBox: `0 0 ${width} ${height}`, width, height }, parts);
 }
+
+const TRACKS = { compute: 0, send: 1, "recv wait": 5, queueing: 3, turn: 3, register: 2, client: 2, checkpoint: 4 };
+
+// trace: {tasks: [{task, error_us, rows: [[{track, name, at_ms, ms, sends, receives}]]}], ms}
+export function timeline(trace, label) {
+  const width = 980, left = 120, high = 18, gap = 10, top = 20;
+  const scale = (width - left) / Math.max(1e-9, trace.ms);
+  const ends = { sends: new Map(), receives: new Map() };
+  const parts = [];
+  let y = top;
+  for (const task of trace.tasks) {
+    parts.push(s("text", { x: 0, y: y + 13 }, short(task.task)));
+    for (const row of task.rows) {
+      for (const one of row) {
+        const x = left + one.at_ms * scale;
+        const wide = Math.max(0.7, one.ms * scale);
+        const waits = one.track === "recv wait" || one.track === "turn";
+        parts.push(s("rect", { x, y, width: wide, height: high - 3, fill: color(TRACKS[one.track] ?? 5), "fill-opacity": waits ? 0.3 : 0.9 },
+          s("title", null, `${one.name}: ${one.ms.toFixed(3)} ms`)));
+        if (wide > 70) parts.push(s("text", { x: x + 3, y: y + 11, class: waits ? null : "on" }, one.name.slice(0, Math.floor(wide / 6.5))));
+        if (one.sends) ends.sends.set(one.sends, [x, y + high / 2]);
+        if (one.receives) ends.receives.set(one.receives, [x + one.ms * scale, y + high / 2]);
+      }
+      y += high;
+    }
+    y += gap;
+  }
+  const arrows = [...ends.sends].filter(([key]) => ends.receives.has(key)).map(([key, [x, at]]) => {
+    const [x2, at2] = ends.receives.get(key);
+    return s("line", { x1: x, y1: at, x2, y2: at2, stroke: ink("soft"), "stroke-width": 0.8, "marker-end": "url(#arrow)" });
+  });
+  const marker = s("defs", null, s("marker", { id: "arrow", viewBox: "0 0 6 6", refX: 6, refY: 3, markerWidth: 6, markerHeight: 6, orient: "auto" },
+    s("path", { d: "M0 0 L6 3 L0 6 z", fill: ink("soft") })));
+  const ticks = [0, 0.25, 0.5, 0.75, 1].map((share) => s("text", { x: left + share * (width - left - 40), y: 10 }, `${(share * trace.ms).toFixed(2)} ms`));
+  return s("svg", { role: "img", "aria-label": label, viewBox: `0 0 ${width} ${y}`, width, height: y }, marker, ticks, parts, arrows);
+}

@@ -8,6 +8,7 @@ const state = { view: null, curves: null, tab: "overview", token: "", heard: 0, 
 const keep = {
   config: {}, live: true, run: null, task: null, log: false, filter: "",
   set(name, value) { keep[name] = value; if (name === "task") logged = { task: null, next: 0, lines: [] }; draw(true); },
+  timeline: { trace: null, error: "", saved: "" }, showTimeline, saveTrace,
   filtered(value) { keep.filter = value; showLines(); },
   showLog,
 };
@@ -29,7 +30,9 @@ async function ask(path) {
   }
   return reply;
 }
-const json = async (path) => (await ask(path)).json();
+// A report has what was asked for in the page itself.
+const report = $("report") && JSON.parse($("report").textContent);
+const json = async (path) => (report ? report[path.split("?")[0]] : (await ask(path)).json());
 const during = () => (state.at === null ? "" : `?at=${state.at}`);
 
 function patched(value, patch) {
@@ -54,12 +57,14 @@ function draw(anyway = false) {
     else button.removeAttribute("aria-current");
   }
   const at = document.activeElement && document.activeElement.id;
-  if (!anyway && ["filter", "run", "task"].includes(at)) return;  // somebody is typing, or chooses
+  const looking = state.tab === "timeline" && $("page").dataset.tab === "timeline";
+  if (!anyway && (looking || ["filter", "run", "task"].includes(at))) return;  // somebody is typing, or chooses
   if (!anyway && window.getSelection().toString()) return;  // or copies
   if (page.curves && !state.curves) return;
   const scrolled = window.scrollY;
   $("page").replaceChildren(...page.show(state.view, state.curves, keep).flat(Infinity).filter((one) => one instanceof Node));
   if (page.after) page.after(state.view, keep);
+  $("page").dataset.tab = state.tab;
   window.scrollTo(0, scrolled);
   if (at && $(at)) $(at).focus();
 }
@@ -73,6 +78,27 @@ async function choose(tab) {
   state.tab = tab;
   history.replaceState(null, "", `#tab=${tab}`);
   try { await refreshCurves(); } catch (error) { say(error.message); }
+  draw(true);
+}
+
+async function showTimeline(again) {
+  if (!keep.live || keep.timeline.busy) return;
+  keep.timeline = { ...keep.timeline, busy: true, trace: again ? keep.timeline.trace : null };
+  try {
+    const trace = await json("api/v1/timeline");
+    keep.timeline = { trace, error: "", saved: "" };
+  } catch (error) { keep.timeline = { trace: null, error: error.message, saved: "" }; }
+  if (state.tab === "timeline") draw(true);
+}
+
+async function saveTrace() {
+  try {
+    const file = await (await ask("api/v1/trace?last=30")).blob();
+    const link = h("a", { href: URL.createObjectURL(file), download: "cluster.pftrace" });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+    keep.timeline.saved = "saved cluster.pftrace; open it in ui.perfetto.dev";
+  } catch (error) { keep.timeline.saved = error.message; }
   draw(true);
 }
 
@@ -162,11 +188,20 @@ async function replay(config) {
   await show();
 }
 
+async function shown(config) {
+  keep.live = false;
+  keep.timeline.trace = report["api/v1/timeline"] || null;
+  state.view = await json("api/v1/state");
+  state.curves = await json("api/v1/curves");
+  $("age").textContent = `as of ${new Date(1000 * config.at).toLocaleString()}`;
+  draw(true);
+}
+
 NAMES.forEach((name, at) => $("tabs").append(h("li", null, h("button", {
-  type: "button", "data-tab": name, "aria-keyshortcuts": at + 1, onclick: () => choose(name) }, PAGES[name].title))));
+  type: "button", "data-tab": name, "aria-keyshortcuts": at < 10 ? (at + 1) % 10 : null, onclick: () => choose(name) }, PAGES[name].title))));
 addEventListener("keydown", (event) => {
   const typing = ["INPUT", "SELECT", "TEXTAREA"].includes(event.target.tagName) && event.target.type !== "range";
-  const name = NAMES[Number(event.key) - 1];
+  const name = NAMES["1234567890".indexOf(event.key)];
   if (name && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) choose(name);
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(true));
@@ -179,5 +214,6 @@ addEventListener("hashchange", () => {
 takeToken();
 json("api/v1/config").then((config) => {
   keep.config = config;
+  if (config.kind === "report") return shown(config);
   return config.kind === "replay" ? replay(config) : live();
 }).catch((error) => say(error.message));

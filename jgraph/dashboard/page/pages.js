@@ -1,6 +1,6 @@
 // Pages: each makes elements of the view, and of the curves where it draws some.
 import { bytes, card, clock, h, number, percent, short, table } from "./dom.js";
-import { curves, heat, lanes, treemap } from "./charts.js";
+import { curves, heat, lanes, timeline, treemap } from "./charts.js";
 
 const KINDS = ["compute", "update", "lookup", "rows", "copy"];
 const PARTS = ["compute", "pull", "push", "wait", "input", "other"];
@@ -168,6 +168,50 @@ const parameters = {
   },
 };
 
+const steps = {
+  title: "Timeline",
+  show(view, all, keep) {
+    const { trace, error } = keep.timeline;
+    const again = h("button", { type: "button", id: "again", onclick: () => keep.showTimeline(true) }, "Look again");
+    const save = h("button", { type: "button", id: "save", onclick: () => keep.saveTrace() }, "Save the last 30 s for Perfetto");
+    const path = trace && trace.path.shares.map(([what, share]) => ({ what, share }));
+    return [
+      keep.live && h("div", { class: "row" }, again, save, h("span", { class: "soft", role: "status" }, keep.timeline.saved || "")),
+      card("What the steps of the last seconds waited for, from their end back", error ? h("p", { class: "soft" }, error) : !trace ? h("p", { class: "soft" }, keep.live ? "looking" : "the file has none")
+        : [h("p", null, path.length ? `a step takes ${number(trace.path.ms)} ms (mean of ${number(trace.path.steps)})` : "no step ran in that time"),
+          table("Critical path", [["of a step", (p) => percent(p.share), "n"], ["", (p) => p.what, "text"]], path)]),
+      trace && trace.tasks.length > 0 && card("The last steps, by one clock; arrows go with messages", timeline(trace, "What each task did in the last steps"),
+        h("p", { class: "soft" }, trace.tasks.map((t) => `${short(t.task)} ± ${Math.round(t.error_us)} us`).join("   "))),
+    ];
+  },
+  after(view, keep) { if (!keep.timeline.trace && !keep.timeline.error) keep.showTimeline(false); },
+};
+
+const CHANGES = ["joined", "left", "leaves", "lost", "replaced", "frozen", "died", "restarted", "abandoned"];
+
+const members = {
+  title: "Members",
+  show(view) {
+    const running = rows(view.runs).filter((run) => run.state === "running");
+    const runsOf = (task) => running.filter((run) => (run.members || []).includes(task)).map((run) => run.name).join(", ");
+    return [
+      card("Tasks of the cluster", table("Members", [
+        ["task", (t) => short(t.name)], ["state", (t) => (t.missed ? `no answer since ${clock(t.seen)}` : t.state)],
+        ["serves since", (t) => clock(t.up_s === undefined || t.up_s === null ? null : view.time - t.up_s)], ["restarts", (t) => t.restarts, "n"],
+        ["takes part in", (t) => runsOf(t.name) || "–"], ["process", (t) => t.pid ?? "–", "n"], ["address", (t) => t.address],
+      ], rows(view.tasks), (t) => t.missed)),
+      card("Workers of each run", table("Workers of runs", [
+        ["run", (r) => r.name], ["now", (r) => (r.members || []).length, "n"],
+        ["at least", (r) => (r.bounds ? r.bounds[0] : "as begun"), "n"], ["at most", (r) => (r.bounds ? r.bounds[1] ?? "any" : "as begun"), "n"],
+        ["who", (r) => (r.members || []).map(short).join(", "), "text"],
+      ], running)),
+      card("Who came and went, the newest first", table("Changes", [
+        ["time", (e) => clock(e.time_s)], ["what", (e) => e.kind], ["", (e) => e.text, "text"],
+      ], view.events.filter((e) => CHANGES.includes(e.kind)).reverse())),
+    ];
+  },
+};
+
 const events = {
   title: "Checkpoints and events",
   show(view) {
@@ -189,10 +233,10 @@ const about = {
     const facts = Object.entries(keep.config).map(([name, value]) => ({ name, value }));
     return [
       card("This dashboard", table("Facts", [["", (f) => f.name], ["", (f) => String(f.value ?? "none"), "text"]], facts)),
-      card("How it works", h("p", null, "It asks the master of the cluster once a second, as `jgraph status` does, and changes nothing. Keys 1 to 8 choose a page. Charts are drawn by uPlot (MIT licence; "),
+      card("How it works", h("p", null, "It asks the master of the cluster once a second, as `jgraph status` does, and changes nothing. Keys 1 to 9 and 0 choose a page. Charts are drawn by uPlot (MIT licence; "),
         h("a", { href: "page/vendor/LICENSE" }, "its text"), ")."),
     ];
   },
 };
 
-export const PAGES = { overview, training, workers, tasks, traffic, parameters, events, about };
+export const PAGES = { overview, training, workers, tasks, traffic, parameters, timeline: steps, events, members, about };
