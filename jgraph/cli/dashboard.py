@@ -39,6 +39,19 @@ def dashboard(
         Path | None,
         typer.Option(help="File to write all that is seen to, for --replay."),
     ] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option(help="Address of a model server to show too; may be repeated."),
+    ] = None,
+    models_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Token that model servers want. If unset: ~/.jgraph/serve_token, if "
+            "it is there.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
     replay: Annotated[
         Path | None,
         typer.Option(help="Show a journal, and ask no cluster.", dir_okay=False),
@@ -127,8 +140,9 @@ def dashboard(
         token_file=view_token_file,
         metrics_token=_metrics_token(metrics_token_file),
     )
+    watched = (models or [], models_token_file)
     with _source(
-        target, name, journal, replay, at, timeout, tls_dir, token_file
+        target, name, journal, replay, at, timeout, tls_dir, token_file, watched
     ) as source:
         server = serve.DashboardServer(source, options)
         facts = {"url": server.url, "port": server.port, **source.config()}
@@ -159,6 +173,7 @@ def _source(
     timeout_s: float,
     tls_dir: Path | None,
     token_file: Path | None,
+    watched: tuple[list[str], Path | None],
 ) -> "Iterator[Source]":
     from jgraph.dashboard.sources import LiveSource, ReplaySource
 
@@ -174,13 +189,17 @@ def _source(
     where, files = target_of(target, name), {"tls": tls_dir, "token_file": token_file}
     with inspecting(where, timeout_s=timeout_s, **files) as visit:
         try:
-            source = LiveSource(visit, where, journal)
+            models, models_token_file = watched
+            token = _models_token(models_token_file) if models else ""
+            source = LiveSource(
+                visit, where, journal, models=models, models_token=token
+            )
         except OSError as error:
             raise ConfigError(
                 f"cannot write the journal {journal}: {error.strerror}; name a file in "
                 "a directory of yours with --journal"
             ) from error
-        source.poller.start()
+        source.start()
         try:
             yield source
         finally:
@@ -194,6 +213,13 @@ def _seconds(at: str) -> float:
         raise typer.BadParameter(
             f"--at {at!r:.40} is no time; write for example 2026-11-24T15:04:05"
         ) from None
+
+
+def _models_token(path: Path | None) -> str:
+    from jgraph.rpc.security.token import SERVE_NAME, Token, home
+
+    path = path or home() / SERVE_NAME
+    return Token.read(path).value if path.exists() else ""
 
 
 def _metrics_token(path: Path | None) -> str:

@@ -1,7 +1,7 @@
 """Sources of a dashboard: a cluster that is asked, or a journal of one."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -10,6 +10,7 @@ from jgraph.client.inspect import ClusterInspector
 from jgraph.clock import WallClock
 from jgraph.coordination.watch.facts import clean
 from jgraph.dashboard.journaled_board import JournaledBoard, ReplayedBoard
+from jgraph.dashboard.model_poll import ModelPoller
 from jgraph.dashboard.poll import Poller
 from jgraph.dashboard.timeline_view import timeline_view
 from jgraph.errors import HttpRequestError
@@ -26,8 +27,11 @@ class LiveSource:
       target: its address.
       journal: where all that it tells is written; None: nowhere.
       every_s: between two looks.
+      models: addresses of model servers that are watched as well.
+      models_token: that these want to see.
 
     Raises:
+      AddressError: an address is none.
       JournalError: that is another file.
       OSError: it cannot be written.
     """
@@ -38,13 +42,23 @@ class LiveSource:
         target: str,
         journal: Path | None = None,
         every_s: float = 1.0,
+        models: Sequence[str] = (),
+        models_token: str = "",
     ) -> None:
         clock = WallClock()
         self.board = JournaledBoard(clock, journal)
         self.poller = Poller(visit, self.board.take, clock, every_s)
+        self._models = ModelPoller(
+            models, models_token, self.board.take, clock, every_s
+        )
         self._visit = visit
         self._target = target
         self._journal = journal
+
+    def start(self) -> None:
+        """Begins to ask."""
+        self.poller.start()
+        self._models.start()
 
     @property
     def changes(self) -> int:
@@ -99,6 +113,7 @@ class LiveSource:
     def close(self) -> None:
         """Asks no more."""
         self.poller.stop()
+        self._models.stop()
         self.board.close()
 
 

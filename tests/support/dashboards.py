@@ -14,7 +14,7 @@ from jgraph.dashboard.journaled_board import JournaledBoard
 from jgraph.dashboard.serve import DashboardServer, Options
 from jgraph.dashboard.timeline_view import timeline_view
 from jgraph.errors import TaskLostError
-from tests.support.board_facts import PS, WORKERS, report, run, status, task
+from tests.support.board_facts import PS, START, WORKERS, report, run, status, task
 from tests.support.flights import imagined_trace
 
 EVIL = "<img src=x onerror=alert(1)>\u202e\x1b[31m"
@@ -119,6 +119,17 @@ def scene(first: float = 0.0, *, evil: bool = False) -> list[Fact]:
             )
         step = 81 * (second // 2 + 1)
         facts.append(run(start + second + 0.1, step, checkpoints="runs/mlp"))
+        version = {
+            "model": name,
+            "version": "3",
+            "requests": 50 * second,
+            "rows": 400 * second,
+            "executions": 25 * second,
+            "seconds": {"success": 0.2 * second, "queue": 0.05 * second},
+            "queued_rows": 3,
+        }
+        served = {"server": "http://127.0.0.1:8000", "models": {"a 3": version}}
+        facts.append({"kind": "models", "time": START + start + second + 0.2, **served})
     shards = {
         PS: {
             f"params/{name}": {"nbytes": nbytes, "version": 4860}

@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any, Final, final
 
 from jgraph.coordination.watch.facts import items, number, rows, text
+from jgraph.coordination.watch.models import Models
 from jgraph.coordination.watch.runs import Runs, RunSeen
 from jgraph.coordination.watch.tasks import Tasks
 
@@ -14,6 +15,7 @@ _RECENT_S: Final = 600.0
 _STILL_S: Final = 60.0
 _STUCK_S: Final = 30.0
 _SLOW_OVER_S: Final = 300.0
+_REFUSED: Final = 0.01
 
 
 @final
@@ -58,6 +60,7 @@ class Seen:
     Attributes:
       tasks: of the cluster.
       runs: of the cluster.
+      models: that are served beside it.
       silent: why nobody answers; empty: somebody does.
       troubles: of who watches, by id.
       now: of the last fact.
@@ -65,6 +68,7 @@ class Seen:
 
     tasks: Tasks
     runs: Runs
+    models: Models
     silent: str
     troubles: Mapping[str, str]
     now: float
@@ -82,6 +86,7 @@ def findings(seen: Seen) -> list[Finding]:
             _slow_runs,
             _grown_loss,
         ),
+        *(_silent_models, _refused_requests),
         *(_slow_workers, _evictions, _troubles, _errors, _bounds, _draining),
     )
     found = [finding for rule in rules for finding in rule(seen)]
@@ -103,6 +108,26 @@ def _lost_tasks(seen: Seen) -> Iterator[Finding]:
                 what += ", and a run goes on"
             level = "critical" if needed else "warning"
             yield Finding(f"lost:{task.name}", level, what, "jgraph events")
+
+
+def _silent_models(seen: Seen) -> Iterator[Finding]:
+    for server, why in seen.models.servers.items():
+        if why:
+            what = f"the model server {server} does not answer: {why.rstrip('.')}"
+            how = f"curl {server}/v2/health/ready"
+            yield Finding(f"models:{server}", "critical", what, how)
+
+
+def _refused_requests(seen: Seen) -> Iterator[Finding]:
+    for server, versions in seen.models.seen.items():
+        for name, version in versions.items():
+            if (share := version.refused_share) > _REFUSED:
+                what = (
+                    f"model '{name}' at {server} refused {100 * share:.0f} % of the "
+                    "requests of the last minute"
+                )
+                how = f"curl {server}/metrics"
+                yield Finding(f"refused:{server}:{name}", "warning", what, how)
 
 
 def _failed_runs(seen: Seen) -> Iterator[Finding]:

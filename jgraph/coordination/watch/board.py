@@ -14,6 +14,7 @@ from jgraph.coordination.watch.facts import (
     rows,
     text,
 )
+from jgraph.coordination.watch.models import Models
 from jgraph.coordination.watch.runs import Runs, RunSeen
 from jgraph.coordination.watch.tasks import Tasks
 
@@ -36,6 +37,7 @@ class Board:
     Attributes:
       tasks: of the cluster.
       runs: of the cluster.
+      models: that are served beside it.
       now: of the last fact, in seconds since 1970.
 
     Example:
@@ -50,6 +52,7 @@ class Board:
     def __init__(self) -> None:
         self.tasks = Tasks()
         self.runs = Runs()
+        self.models = Models()
         self.now = 0.0
         self._answer_s: float | None = None
         self._silent = ""
@@ -72,6 +75,8 @@ class Board:
             case "report":  # many come; alarms are looked for at the next look
                 self.runs.report(fact)
                 return
+            case "models":
+                self.models.take(fact, self.now)
             case "variables":
                 self._shards = rows(fact, "shards")
             case "events":
@@ -88,7 +93,9 @@ class Board:
             self._troubles.pop(name, None)
 
     def _look(self) -> None:
-        seen = Seen(self.tasks, self.runs, self._silent, self._troubles, self.now)
+        seen = Seen(
+            self.tasks, self.runs, self.models, self._silent, self._troubles, self.now
+        )
         before = self._alarms
         self._alarms = {
             found.id: Alarm(
@@ -161,6 +168,7 @@ class Board:
             "tables": {
                 name: rows(task.facts, "hash_tables") for name, task in tasks.items()
             },
+            "models": self.models.view(),
             "events": list(self._events)[-_SHOWN:],
         }
         cleaned: dict[str, Any] = clean(view)

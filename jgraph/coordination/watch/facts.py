@@ -10,6 +10,8 @@ A fact is an object with ``time``, in seconds since 1970, and ``kind``:
   all reports so far come again;
 * ``variables``: size and version of each shard, by task;
 * ``events``: what became of tasks and runs;
+* ``models``: versions that a model ``server`` serves, by name, with its sums since they
+  were loaded; or ``silent``, why it does not answer;
 * ``trouble``: of who watches: an ``id`` and a ``text``; an empty one: it is over.
 """
 
@@ -19,7 +21,10 @@ from typing import Any, Final, TypeAlias
 
 Fact: TypeAlias = Mapping[str, Any]
 KINDS: Final = frozenset(
-    {"status", "silent", "runs", "report", "variables", "events", "trouble"}
+    {
+        *("status", "silent", "runs", "report", "variables", "events", "models"),
+        "trouble",
+    }
 )
 _DEPTH: Final = 8
 _ENTRIES: Final = 20_000

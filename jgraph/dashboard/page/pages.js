@@ -227,6 +227,25 @@ const events = {
   },
 };
 
+const serving = {
+  title: "Serving",
+  show(view) {
+    const servers = rows(view.models);
+    const versions = servers.flatMap((server) => rows(server.versions).map((v) => ({ ...v, server: server.name })));
+    return [
+      card("Model servers", servers.length ? table("Model servers", [
+        ["server", (m) => m.name], ["", (m) => (m.silent ? `no answer: ${m.silent}` : "answers"), "text"],
+      ], servers, (m) => m.silent) : h("p", { class: "soft" }, "none is watched; name them: jgraph dashboard --models ADDRESS")),
+      card("Versions, in the last minute", table("Versions", [
+        ["server", (v) => v.server], ["model", (v) => v.model], ["version", (v) => v.version, "n"], ["requests/s", (v) => number(v.per_s), "n"],
+        ["mean ms", (v) => number(v.mean_ms), "n"], ["in the queue ms", (v) => number(v.queue_ms), "n"], ["in the model ms", (v) => number(v.compute_ms), "n"],
+        ["rows at once", (v) => number(v.batch_rows), "n"], ["rows that wait", (v) => number(v.queued_rows), "n"], ["refused", (v) => percent(v.refused_share), "n"],
+        ["refused so far, by code", (v) => Object.entries(v.refused || {}).map(([code, n]) => `${code}: ${number(n)}`).join("   "), "text"],
+      ], versions, (v) => v.refused_share > 0.01)),
+    ];
+  },
+};
+
 const about = {
   title: "About",
   show(view, all, keep) {
@@ -239,4 +258,4 @@ const about = {
   },
 };
 
-export const PAGES = { overview, training, workers, tasks, traffic, parameters, timeline: steps, events, members, about };
+export const PAGES = { overview, training, workers, tasks, traffic, parameters, timeline: steps, events, members, serving, about };
