@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from math import nan
 from typing import Final, final
 
 _LONG_S: Final = 0.02
@@ -28,10 +29,14 @@ class Cost:
     Attributes:
       seconds: a recent time; None until it has run.
       kind: what it counts as in a task's ``busy`` seconds.
+      began_s: the run that was told of last began, by the host's clock; NaN: unknown.
+      ended_s: it ended.
     """
 
     seconds: float | None = None
     kind: str = "other"
+    began_s: float = nan
+    ended_s: float = nan
 
     def learn(self, seconds: float) -> None:
         """Takes the time of a run; most runs count, not single ones.

@@ -94,7 +94,8 @@ class ExecutorHost(Protocol):
     ) -> None:
         """Runs ``work``, then calls ``done`` on the executor's thread.
 
-        Work whose cost is known to be small may run at once, before this returns.
+        Work whose cost is known to be small may run at once, before this returns. Then
+        ``cost`` has when it ran.
         """
 
     def send(
@@ -292,10 +293,8 @@ class StepRun:
                 index = self._ready.popleft()
                 if self._held is not None and self._loaded.in_turn[index]:
                     self._held.append(index)
-                    continue
-                if self._stamps is not None:  # of what another thread does: again
-                    self._stamps[3 * index + START] = self._now()
-                self._start_node(index)
+                else:
+                    self._start_node(index)
         except Exception as error:  # noqa: BLE001  # becomes the step's outcome
             self._finish(error)
         finally:
@@ -315,10 +314,7 @@ class StepRun:
                     lambda arrays: self._received(index, node, arrays),
                 )
             case SendNode():
-                values = [np.asarray(self._values[v]) for v in node.values]
-                self._shell.send(node.dst, self.step, node.key, values)
-                if self._feeds:
-                    failpoint("push.sent")
+                self._send(index, node)
                 self._complete(index, [])
             case FetchNode():
                 self._fetches = [np.asarray(self._padded(v)) for v in node.values]
@@ -342,25 +338,18 @@ class StepRun:
                     work = self._recording.work(index, work)
                 self.working.add(index)
                 self._shell.submit(
-                    work
-                    if self._stamps is None
-                    else self._timed(index, work, self._stamps),
+                    work,
                     lambda result: self._worked(index, result),
                     self._loaded.costs[index],
                 )
 
-    def _timed(
-        self, index: int, work: Callable[[], list[Any]], stamps: Stamps
-    ) -> Callable[[], list[Any]]:
-        now = self._now
-
-        def timed() -> list[Any]:
-            stamps[3 * index + START] = now()
-            result = work()
-            stamps[3 * index + END] = now()
-            return result
-
-        return timed
+    def _send(self, index: int, node: SendNode) -> None:
+        if self._stamps is not None:
+            self._stamps[3 * index + START] = self._now()
+        values = [np.asarray(self._values[v]) for v in node.values]
+        self._shell.send(node.dst, self.step, node.key, values)
+        if self._feeds:
+            failpoint("push.sent")
 
     def _padded(self, value: int) -> Any:
         return padded(self._values[value], self._loaded.partition.values[value])
@@ -404,7 +393,11 @@ class StepRun:
         if isinstance(result, BaseException):
             self._finish(result)
             return
-        self.times.computed = self._shell.now()
+        self.times.computed = self._now()
+        if self._stamps is not None:
+            cost = self._loaded.costs[index]
+            self._stamps[3 * index + START] = cost.began_s
+            self._stamps[3 * index + END] = cost.ended_s
         self._complete(index, result)
         self._drain()
 
@@ -413,9 +406,11 @@ class StepRun:
             return
         ready = self._values.complete(index, values)
         if (stamps := self._stamps) is not None:
-            now = self._now()
-            if self._loaded.executables[index] is None:
-                stamps[3 * index + END] = now
+            now, at = self._now(), 3 * index
+            if stamps[at + END] != stamps[at + END]:  # it was done here
+                stamps[at + END] = now
+                if stamps[at + START] != stamps[at + START]:
+                    stamps[at + START] = now  # and took no time
             for node in ready:
                 stamps[3 * node + READY] = now
         self._ready.extend(ready)

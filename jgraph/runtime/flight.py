@@ -8,6 +8,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import nan
 from typing import Final, TypeAlias, final
 
@@ -20,14 +21,21 @@ from jgraph.runtime.rendezvous import StepKey
 
 ROWS: Final = 65_536
 """Of 24 bytes, one a node and step: what a task keeps."""
-_NOTES: Final = 1_024
+_NOTE: Final = 3
+"""Times that a note stands for."""
 Stamps: TypeAlias = "array[float]"
 """Three times a node (ready, began, done), then of the step: asked for, begun, over."""
 
 
+_blanks: dict[int, Stamps] = {}
+
+
 def blank_stamps(nodes: int) -> Stamps:
     """Returns the times of a step that has not begun."""
-    return array("d", (nan,)) * (3 * nodes + 3)
+    blank = _blanks.get(nodes)
+    if blank is None:
+        blank = _blanks[nodes] = array("d", (nan,)) * (3 * nodes + 3)
+    return blank[:]
 
 
 @final
@@ -36,14 +44,12 @@ class Note:
     """What a task did beside its steps.
 
     Attributes:
-      number: of the record.
       kind: ``"register"``, ``"client"``, ``"checkpoint"``.
       label: of what.
       began_s: by the task's clock.
       ended_s: by the task's clock.
     """
 
-    number: int
     kind: str
     label: str
     began_s: float
@@ -59,14 +65,12 @@ class FlownProgram:
       name: what the user calls it.
       driver: of its steps.
       nodes: of this task.
-      steps: of it that are kept.
       is_registered: whether there may be more.
     """
 
     name: str
     driver: TaskName
     nodes: tuple[NodeFacts, ...]
-    steps: int = 0
     is_registered: bool = True
 
 
@@ -104,23 +108,18 @@ class FlightRecorder:
 
     def __init__(self, task: TaskName, rows: int = ROWS) -> None:
         self._task = task
-        self._rows = rows
+        self._limit = 3 * rows
         self._size = 0
-        self._number = 0
         self._dropped_s = 0.0
-        self._steps: deque[tuple[int, StepKey, Stamps]] = deque()
-        self._notes: deque[Note] = deque(maxlen=_NOTES)
+        self._records: deque[tuple[StepKey, Stamps] | tuple[None, Note]] = deque()
         self._programs: dict[str, FlownProgram] = {}
-
-    @property
-    def last(self) -> int:
+        self.last = 0
         """Number of the last record."""
-        return self._number
 
     @property
     def is_on(self) -> bool:
         """Whether it keeps anything."""
-        return self._rows > 0
+        return self._limit > 0
 
     def registered(self, handle: str, program: Program) -> None:
         """Learns what the nodes of a program are."""
@@ -129,58 +128,64 @@ class FlightRecorder:
 
     def unregistered(self, handle: str) -> None:
         """Learns that there are no more steps of a program."""
-        program = self._programs.get(handle)
-        if program is not None:
-            program.is_registered = False
-            self._forget_unused(handle, program)
+        if handle in self._programs:
+            self._programs[handle].is_registered = False
+        used = {step[0] for step, _ in self._records if step is not None}
+        self._programs = {
+            handle: program
+            for handle, program in self._programs.items()
+            if program.is_registered or handle in used
+        }
 
     def step_over(self, step: StepKey, stamps: Stamps) -> None:
-        """Keeps when a step ran, and lets go of the oldest ones."""
-        program = self._programs.get(step[0])
-        if program is None:
-            return
-        program.steps += 1
-        self._number += 1
-        self._steps.append((self._number, step, stamps))
+        """Keeps when a step ran, and lets go of the oldest records."""
+        self._records.append((step, stamps))
+        self.last += 1
         self._size += len(stamps)
-        while self._size > 3 * self._rows:
-            _, (handle, _), old = self._steps.popleft()
-            self._size -= len(old)
-            self._dropped_s = old[-1]
-            program = self._programs[handle]
-            program.steps -= 1
-            self._forget_unused(handle, program)
+        while self._size > self._limit:
+            self._drop()
 
     def note(self, kind: str, label: str, began_s: float, ended_s: float) -> None:
         """Keeps when something else was done."""
-        self._number += 1
-        self._notes.append(Note(self._number, kind, label, began_s, ended_s))
+        self._records.append((None, Note(kind, label, began_s, ended_s)))
+        self.last += 1
+        self._size += _NOTE
+        while self._size > self._limit:
+            self._drop()
+
+    def _drop(self) -> None:
+        _, oldest = self._records.popleft()
+        if isinstance(oldest, Note):
+            self._size -= _NOTE
+        else:
+            self._size -= len(oldest)
+            self._dropped_s = oldest[-1]
 
     def after(self, number: int, since_s: float = 0.0) -> Flight:
         """Returns the records after a number that were over after a time."""
-        found: list[tuple[StepKey, Stamps]] = []
-        for at, step, stamps in reversed(self._steps):
-            if at <= number or stamps[-1] < since_s:
+        count = max(0, min(len(self._records), self.last - number))
+        newest = islice(reversed(self._records), count)
+        steps: list[StepKey] = []
+        notes: list[Note] = []
+        found: list[Stamps] = []
+        for step, record in newest:
+            if isinstance(record, Note):
+                if record.ended_s >= since_s:
+                    notes.append(record)
+            elif step is not None and record[-1] < since_s:
                 break
-            found.append((step, stamps))
-        found.reverse()
-        handles = dict.fromkeys(handle for (handle, _), _ in found)
+            elif step is not None and step[0] in self._programs:
+                steps.append(step)
+                found.append(record)
         rows = array("d")
-        for _, stamps in found:
+        for stamps in reversed(found):
             rows.extend(stamps)
+        handles = dict.fromkeys(handle for handle, _ in reversed(steps))
         return Flight(
-            last=self._number,
+            last=self.last,
             since_s=self._dropped_s,
-            steps=[step for step, _ in found],
+            steps=steps[::-1],
             times=np.frombuffer(rows, np.float64).reshape(-1, 3),
             programs={handle: self._programs[handle] for handle in handles},
-            notes=[
-                note
-                for note in self._notes
-                if note.number > number and note.ended_s >= since_s
-            ],
+            notes=notes[::-1],
         )
-
-    def _forget_unused(self, handle: str, program: FlownProgram) -> None:
-        if not program.steps and not program.is_registered:
-            del self._programs[handle]

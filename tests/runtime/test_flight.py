@@ -57,9 +57,11 @@ def test_a_program_is_known_as_long_as_a_step_of_it_is() -> None:
     flight.unregistered("h")
     assert flight.after(0).programs["h"].name == "step"
     flight.registered("other", program())
+    flight.unregistered("none")
     for step in range(20):
         flight.step_over(("other", step), stamps(100.0 + step))
     assert list(flight.after(0).programs) == ["other"]
+    flight.unregistered("h")  # of which there are no steps any more
     flight.step_over(("h", 4), stamps(200.0))  # nobody knows what its nodes were
     assert list(flight.after(0).programs) == ["other"]
 

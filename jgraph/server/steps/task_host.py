@@ -71,17 +71,18 @@ class TaskHost:
         """
         if runs_at_once(cost, self._hand_over, self._cores):
             self.computes_at_once = True
-            result, seconds, _ = self._perform(work, cost)
+            result, began, seconds, _ = self._perform(work, cost)
             self.computes_at_once = False
             cost.learn(seconds)
+            cost.began_s, cost.ended_s = began, began + seconds
             done(result)
         else:
             self._pool.submit(self._perform_there, work, done, cost, self._clock.now())
 
     def _perform(
         self, work: Callable[[], T], cost: Cost
-    ) -> tuple[T | BaseException, float, float]:
-        """Returns what came of it, the seconds it took, and those on a core."""
+    ) -> tuple[T | BaseException, float, float, float]:
+        """Returns what came of it, when it began, its seconds, and those on a core."""
         result: T | BaseException
         began, used = self._clock.now(), time.thread_time()
         try:
@@ -91,7 +92,7 @@ class TaskHost:
         seconds, used = self._clock.now() - began, time.thread_time() - used
         with self._counting:
             self._busy[cost.kind] += used
-        return result, seconds, used
+        return result, began, seconds, used
 
     def _perform_there(
         self,
@@ -101,11 +102,12 @@ class TaskHost:
         asked: float,
     ) -> None:
         came = self._clock.now() - asked
-        result, seconds, used = self._perform(work, cost)
+        result, began, seconds, used = self._perform(work, cost)
         ended = self._clock.now()
 
         def back() -> None:
             cost.learn_in_thread(seconds, used)
+            cost.began_s, cost.ended_s = began, began + seconds
             self._hand_over.learn(came + self._clock.now() - ended)
             done(result)
 
