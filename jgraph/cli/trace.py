@@ -1,7 +1,7 @@
 """``jgraph trace``: one timeline of all tasks, for Perfetto."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -41,6 +41,13 @@ def trace(
             "directory beside the file that TensorBoard opens."
         ),
     ] = None,
+    otlp: Annotated[
+        str | None,
+        typer.Option(
+            help="Collector of OpenTelemetry to send the last 100 steps to as spans: "
+            "http://localhost:4318."
+        ),
+    ] = None,
     name: Name = "default",
     timeout: Timeout = 10,
     tls_dir: Certificates = None,
@@ -54,12 +61,14 @@ def trace(
     """
     from jgraph.client.inspect import inspecting
     from jgraph.client.timeline.collecting import check_seconds
+    from jgraph.client.timeline.otel import export, otlp_exporter
     from jgraph.coordination.timeline.cluster_trace import check_path
 
     if seconds is None and last is None:
         seconds = 10.0
     check_seconds(seconds, last)
     check_path(output)
+    exporter = None if otlp is None else otlp_exporter(otlp)
     where = target_of(target, name)
     with inspecting(
         where, timeout_s=timeout, tls=tls_dir, token_file=token_file
@@ -67,7 +76,7 @@ def trace(
         task = None if xprof is None else task_of(xprof)
         found, profile = visit.trace(seconds, last, task)
     found.save(output)
-    facts = {
+    facts: dict[str, Any] = {
         "path": str(output),
         "tasks": found.tasks,
         "missing": found.missing,
@@ -78,6 +87,9 @@ def trace(
     }
     lines = [str(found), f"wrote {output}; open it in ui.perfetto.dev"]
     lines += [f"{task} does not answer, and is not in it" for task in found.missing]
+    if exporter is not None:
+        count = facts["otel_spans"] = export(found, exporter)
+        lines.append(f"sent {count:,} spans to {otlp}")
     if profile:
         folder = output.with_suffix(".xprof")
         for file, content in profile.items():
