@@ -291,13 +291,15 @@ class Steps:
         step = function_steps.steps.get(key)
         if step is None:
             with show_wait(f"tracing, placing and compiling '{function.name}'"):
+                began = _clock.now()
                 graph, variables = self._traced(function, function_steps, args, kwargs)
+                traced = ("trace", began, _clock.now())
                 graph_key = id(graph), request
                 if graph_key not in function_steps.by_graph:
                     graph_here = _of_variables(graph, variables)
                     part = _chosen(graph_here, fetches, request[1], target_keys)
                     function_steps.by_graph[graph_key] = self._register(
-                        part, variables, tree
+                        part, variables, tree, traced
                     )
             step = function_steps.steps[key] = function_steps.by_graph[graph_key]
         return step, leaves
@@ -346,15 +348,21 @@ class Steps:
         return any(s.key not in stored_keys for v in new for s in v.spec.shards)
 
     def _register(
-        self, graph: Graph, variables: Sequence[Variable], tree: Any
+        self,
+        graph: Graph,
+        variables: Sequence[Variable],
+        tree: Any,
+        traced: tuple[str, float, float],
     ) -> PreparedStep:
         new = self._variables.unknown(variables)
         if new:
             self._variables.look_up(v.spec for v in new)
+        began = _clock.now()
         plan = self._variables.plan(_of_variables(graph, variables))
+        phases = (traced, ("plan and lower", began, _clock.now()))
         if new:
             self._values.initialize_where_possible(new)
-        handle = self._programs.register(plan.program)
+        handle = self._programs.register(plan.program, phases=phases)
         registration = _Registration(self._programs, handle)
         step = PreparedStep(graph, plan, registration, self._programs, tree)
         if self._watch is not None:

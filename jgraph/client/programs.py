@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any, final
 
 from jgraph.client.connection import Connection, unique
+from jgraph.clock import SystemClock
 from jgraph.cluster.deadlines import COMPILE_S, CONTROL_S, bulk_timeout_s
 from jgraph.cluster.in_process import run_in_process
 from jgraph.coordination.step.run_metadata import PartTimes
@@ -19,6 +20,7 @@ from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.program_codec import encode_program
 
 STEP_S = 60.0
+_clock = SystemClock()
 
 
 @final
@@ -33,8 +35,19 @@ class Programs:
     def __len__(self) -> int:
         return len(self._handles)
 
-    def register(self, program: Program, name: str | None = None) -> str:
-        """Compiles a program on its tasks and returns its handle."""
+    def register(
+        self,
+        program: Program,
+        name: str | None = None,
+        phases: Sequence[tuple[str, float, float]] = (),
+    ) -> str:
+        """Compiles a program on its tasks and returns its handle.
+
+        Args:
+          program: to register.
+          name: before the handle; that of the program if unset.
+          phases: what was done for it before, from when to when, for a timeline.
+        """
         while self._garbage:
             old = self._garbage.popleft()
             with suppress(ClusterError):
@@ -42,12 +55,17 @@ class Programs:
                     self.unregister(old)
         handle = unique(name or program.name)
         message, tensors = encode_program(program)
+        now = _clock.now()
+        done = [
+            pb.ClientPhase(
+                name=f"{what} {program.name}", ago_s=now - began, seconds=ended - began
+            )
+            for what, began, ended in phases
+        ]
+        order = pb.RegisterProgram(handle=handle, program=message, phases=done)
         self._cluster.call(
             "Master.RegisterProgram",
-            frame(
-                register_program=pb.RegisterProgram(handle=handle, program=message),
-                tensors=tensors,
-            ),
+            frame(register_program=order, tensors=tensors),
             timeout_s=COMPILE_S + CONTROL_S,
         )
         self._handles.append(handle)

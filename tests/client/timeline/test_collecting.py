@@ -50,7 +50,10 @@ def test_what_ran_before_is_told_by_all_tasks_on_one_clock(
         assert came.keys() == sent.keys()
         assert all(came[key] >= sent[key] for key in sent)
     assert trace.critical_path().steps >= 5
-    assert "register step" in {span.name for span in trace.spans()}
+    spans = {span.name: span for span in trace.spans()}
+    order = ("client trace step", "client plan and lower step", "register step")
+    began = [spans[name].start_s for name in order]
+    assert began == sorted(began)
 
 
 def test_what_runs_from_now_on_is_told_and_nothing_before(
