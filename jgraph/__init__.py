@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from jgraph.train.strategies.async_runner import AsyncPS
     from jgraph.train.strategies.elastic import Elastic
     from jgraph.train.strategies.local import Local
+    from jgraph.train.strategies.local_sgd import LocalSGD
     from jgraph.train.strategies.sync_runner import SyncPS
     from jgraph.train.tables.bags import embedding_bag
     from jgraph.train.trainer import Trainer
@@ -85,6 +86,7 @@ _HOMES = {
     "JGError": "jgraph.errors",
     "Local": "jgraph.train.strategies.local",
     "LocalCluster": "jgraph.launch.local.cluster",
+    "LocalSGD": "jgraph.train.strategies.local_sgd",
     "MLflow": "jgraph.train.run.trackers",
     "ModelServer": "jgraph.serving.model_server",
     "NanGuard": "jgraph.train.run.callbacks",
@@ -142,6 +144,7 @@ __all__ = [
     "JGError",
     "Local",
     "LocalCluster",
+    "LocalSGD",
     "MLflow",
     "ModelServer",
     "NanGuard",

@@ -34,6 +34,7 @@ GROUPS: Final = {
         "Trainer",
         "AsyncPS",
         "SyncPS",
+        "LocalSGD",
         "Local",
         "Elastic",
         "Checkpoints",

@@ -16,6 +16,7 @@ from flax import nnx
 import jgraph
 from benchmarks import (
     auto,
+    collectives,
     compare,
     dashboard,
     embedding,
@@ -426,6 +427,17 @@ def test_backup_worker_hides_a_slow_one(bench: Bench) -> None:
     (line,) = bench(straggler.main, words)
     assert line["waited_for_ms"] > 100
     assert line["backup_ms"] < line["waited_for_ms"]
+
+
+@pytest.mark.procs
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", ["dense", "wide_deep"])
+def test_steps_with_dense_parameters_on_workers_and_on_ps_take_turns(
+    bench: Bench, model: str
+) -> None:
+    words = f"--model {model} --mb 0.2 --steps 3 --rounds 2"
+    (line,) = bench(collectives.main, words)
+    assert min(line["ps_ms"], line["workers_ms"], line["ps_over_workers"]) > 0
 
 
 @pytest.mark.procs

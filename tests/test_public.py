@@ -28,6 +28,7 @@ PUBLIC = [
     "JGError",
     "Local",
     "LocalCluster",
+    "LocalSGD",
     "MLflow",
     "ModelServer",
     "NanGuard",

@@ -98,6 +98,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         "Initial": jg.Initial(scale=0.5),
         "JGError": FeedError(EVIL),
         "Local": jg.Local(),
+        "LocalSGD": jg.LocalSGD(sync_every=20),
         "Pipeline": pipe,
         "RoundRobin": jg.RoundRobin(),
         "Server": server,

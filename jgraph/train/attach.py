@@ -56,7 +56,7 @@ def attach(config: TrainerConfig, parts: TrainerBuild, name: str | None) -> Atte
     info = find_run(cluster, name)
     try:
         adopt = partial(_adopt, cluster, info, config.clock)
-        runner = parts.adopt(info.container, adopt)
+        runner = parts.adopt(info.container, info.tables, adopt)
     except UninitializedError as error:
         where = info.checkpoints
         where = where and f", from its checkpoint: trainer.restore('{where}')"

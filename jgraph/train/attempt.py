@@ -35,7 +35,7 @@ from jgraph.train.model.trees import Tree
 from jgraph.train.parts import Built, TrainerBuild, TrainerConfig
 from jgraph.train.state.remote_arrays import RunSnapshot
 from jgraph.train.state.runner import Chunk, Order, Position, Runner
-from jgraph.train.strategies.strategies import batches_per_update
+from jgraph.train.strategies.strategies import batches_per_update, examples_of
 
 
 @final
@@ -148,7 +148,7 @@ class Attempts:
                 "detached run goes on without it; give arrays, or a jg.Source that "
                 "the workers read"
             )
-        self._batch_size = dataset.batch_size(request.batch_size)
+        self._batch_size = examples_of(config.strategy, dataset, request.batch_size)
 
     def _steps(self, dataset: Dataset) -> int:
         """Returns the updates of the run; an epoch is as many as have all batches."""

@@ -1,7 +1,7 @@
 """Training state of a Trainer: step, runner and evaluator, built on first use."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.train.data.data import Dataset, check_alike, naming_data
 from jgraph.train.evaluation.evaluate import Evaluator
 from jgraph.train.evaluation.evaluator_task import EvaluatorTask, make_evaluator_task
+from jgraph.train.hash_tables.hash_step import check_whole
 from jgraph.train.model.adapters import Adapter, Metric, Model, adapt
 from jgraph.train.model.losses import Loss
 from jgraph.train.model.optimizer import Optimizer
@@ -29,6 +30,7 @@ from jgraph.train.state.runner import Runner
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.strategies.async_runner import AsyncRunner
 from jgraph.train.strategies.local import Local
+from jgraph.train.strategies.local_sgd import LocalSGD
 from jgraph.train.strategies.owners import tables_in
 from jgraph.train.strategies.strategies import (
     Strategy,
@@ -108,7 +110,12 @@ class TrainerBuild:
             return parts
         return self._parts
 
-    def _make(self, data: Dataset | None, container: str = "") -> Rebuilt:
+    def _make(
+        self,
+        data: Dataset | None,
+        container: str = "",
+        tables: Sequence[str] | None = None,
+    ) -> Rebuilt:
         config = self._config
         is_linen = isinstance(config.model, nn.Module)
         if is_linen and config.variables is None and data is None:
@@ -124,7 +131,7 @@ class TrainerBuild:
             data=data,
             wrt=config.wrt,
         )
-        step = self._step(adapter, container, data)
+        step = self._step(adapter, container, data, tables)
         runner = make_runner(step, config.cluster, config.strategy, config.clock)
         evaluator_task = None  # metrics with a state of their own are evaluated here
         if config.observed is None:
@@ -211,12 +218,16 @@ class TrainerBuild:
         return parts
 
     def adopt(
-        self, container: str, fill: Callable[[RemoteState], None]
+        self,
+        container: str,
+        tables: Sequence[str] | None,
+        fill: Callable[[RemoteState], None],
     ) -> RemoteRunner:
         """Makes the parts of a run that another client began; returns its runner.
 
         Args:
           container: of the variables.
+          tables: those on ps, where the workers hold all else; None: ps hold all.
           fill: lets the client have them.
 
         Raises:
@@ -226,7 +237,7 @@ class TrainerBuild:
             raise ConfigError(
                 "this Trainer has variables of its own; attach with a new jg.Trainer(…)"
             )
-        parts, evaluator_task = self._make(None, container)
+        parts, evaluator_task = self._make(None, container, tables)
         runner = parts[1]
         assert isinstance(runner, AsyncRunner | SyncRunner)  # who asks has checked
         fill(runner.state)
@@ -257,19 +268,29 @@ class TrainerBuild:
         self._drop(self._parts, self.evaluator_task)
 
     def _step(
-        self, adapter: Adapter, container: str, data: Dataset | None
+        self,
+        adapter: Adapter,
+        container: str,
+        data: Dataset | None,
+        known: Sequence[str] | None,
     ) -> TrainStep:
         config = self._config
-        tables = partial(tables_in, adapter, data, config.sparse)
+        tx, local, sparse = config.tx, None, config.sparse
+        if isinstance(config.strategy, LocalSGD):
+            check_whole(adapter.tables)
+            local, sparse = (config.tx, config.strategy.sync_every), "off"
+            tx = config.strategy.outer_optimizer
+        tables = partial(tables_in, adapter, data, sparse)
         if config.cluster is not None:
             container = container or new_container()
         return TrainStep(
             adapter,
-            config.tx,
+            tx,
             check_finite=config.check_finite,
             sparse=config.sparse,
             alone=isinstance(config.strategy, Local),
             gradient_dtype=gradient_dtype_of(config.strategy),
-            arrangement=arrangement_on(config.cluster, config.strategy, tables),
+            arrangement=arrangement_on(config.cluster, config.strategy, tables, known),
             container=container,
+            local=local,
         )

@@ -47,7 +47,12 @@ from jgraph.train.run.progress import Display, display_of
 from jgraph.train.run.run import Predictor, Run
 from jgraph.train.state.runner import Position
 from jgraph.train.state.training_state import TrainingState
-from jgraph.train.strategies.strategies import Strategy, choose_strategy, replica_names
+from jgraph.train.strategies.strategies import (
+    Strategy,
+    choose_strategy,
+    examples_of,
+    replica_names,
+)
 from jgraph.train.tables.row_step import Sparse
 from jgraph.view import markup
 
@@ -309,7 +314,8 @@ class Trainer:
                 dataset = as_source_or_dataset(
                     data, config.cluster, batch_size=batch_size, known=trained_on
                 )
-                self._parts.prepare(dataset, dataset.batch_size(batch_size))
+                examples = examples_of(config.strategy, dataset, batch_size)
+                self._parts.prepare(dataset, examples)
         if not self._parts.are_made:
             raise ConfigError(
                 "the plan depends on the shapes of a batch; give the data: "

@@ -79,6 +79,13 @@ BUGS: Final = {
         "tests/coordination/run/test_loop_outcome.py::"
         "test_task_that_master_reaches_as_it_began_is_not_lost",
     ),
+    "a worker that holds variables is lost without them": Bug(
+        "server/runs/losses.py",
+        "if is_loss and named == task and not (decides or self._holds(task)):",
+        "if is_loss and named == task and not decides:",
+        "tests/server/runs/test_losses.py::"
+        "test_a_worker_that_holds_variables_is_lost_with_them",
+    ),
     "a step that reads ahead computes before it is its turn": Bug(
         "runtime/executor.py",
         "if self._held is not None and self._loaded.in_turn[index]:",

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 
+from jgraph.graph.ir import TaskName
 from jgraph.train.state.durability import Durability
 from tests.support.simulation.faulty_run import FIRST, REJOIN_S, RUNS, check_each
 from tests.support.simulation.leader import Leader
@@ -118,13 +119,13 @@ def test_same_seed_is_the_same_synchronous_run(seed: int) -> None:
 class Lossy(SyncWorld):
     """Loses two tasks at once, while an update is made, time and again."""
 
-    def __init__(self, seed: int, durability: Durability) -> None:
+    def __init__(self, seed: int, durability: Durability, workers: int = 0) -> None:
         self.left = 1 + seed % 3  # pairs of losses
         self.wait = seed % 10  # updates until the next
         super().__init__(
             *(seed,),
             shards=2 + seed % 2,
-            workers=1 + seed % 3,
+            workers=workers or 1 + seed % 3,
             backups=0,
             steps=40,
             delay_s=0.02,
@@ -187,3 +188,47 @@ def test_all_ps_go_on_from_one_update_after_two_losses(
         refused += run.differed
     assert kept_on >= RUNS // 20
     assert refused <= kept_on / 20  # logs that began anew right then
+
+
+class Owned(Lossy):
+    """Workers that hold the variables: whoever is lost is lost as both.
+
+    The two roles of a task are two simulated processes that are killed together; no
+    fault is between them.
+    """
+
+    def kill(self, task: TaskName) -> None:
+        number = int(task.rpartition(":")[2])
+        both = f"/job:ps/task:{number}", f"/job:worker/task:{number}"
+        roles = {**self.shards, **self.workers}
+        for role in filter(roles.__contains__, map(TaskName, both)):
+            super().kill(role)
+
+
+def owned(seed: int, durability: Durability) -> Owned:
+    """Runs such a cluster, with checkpoints beside what is kept, to its end."""
+    world = Owned(seed, durability, workers=2 + seed % 2)
+    for i in range(6):
+        world.sim.later(world.sim.chance.random() * (i + 1) * 0.5, world.save)
+    world.sim.run(lambda: world.state != "running", until=600.0)
+    return world
+
+
+@pytest.mark.row(13, 14)
+@pytest.mark.parametrize("durability", ["checkpoint", "log", "replica"])
+def test_workers_that_hold_the_variables_are_lost_with_them(
+    durability: Durability,
+) -> None:
+    """No batch counts twice, and all owners have the same updates at the end."""
+    kept_on = restored = 0
+    for seed in range(FIRST, FIRST + RUNS // 20):
+        run = owned(seed, durability)
+        try:
+            run.check()
+            assert run.state != "done" or run.version == run.steps
+        except AssertionError as error:
+            error.add_note(f"JGRAPH_SIMULATION={seed} repeats it")
+            raise
+        kept_on += run.kept_on
+        restored += run.restored
+    assert (restored if durability == "checkpoint" else kept_on) >= RUNS // 20

@@ -15,6 +15,7 @@ import jgraph as jg
 from jgraph.client.cluster import Cluster
 from jgraph.errors import ConfigError
 from jgraph.graph.device import is_ps, is_worker
+from jgraph.plan.auto.cost_model import CostModel, Link, TaskSpeed
 from jgraph.train.step.compress import GradientDtype
 from jgraph.train.strategies.options import Dense
 from jgraph.train.strategies.sync_runner import SyncPS, SyncRunner
@@ -244,15 +245,68 @@ def test_a_checkpoint_of_workers_is_one_of_ps(cluster: Cluster, tmp_path: Path) 
         each.close()
 
 
+def model_of(cluster: Cluster, fast: str) -> CostModel:
+    """Tasks on hosts of their own; the links of one job are fast."""
+    tasks = cluster.tasks()
+    speed = {t: TaskSpeed(f"host of {t}", 1e10, 1e9, 1e8, 1e10) for t in tasks}
+    links = {
+        (a, b): Link(1e-4, 1e9 if f"/job:{fast}/" in a + b else 1e6)
+        for a in tasks
+        for b in tasks
+        if a != b
+    }
+    return CostModel(speed, links, Link(1e-4, 1e9), {})
+
+
+@pytest.mark.parametrize(("fast", "there"), [("worker", "workers"), ("ps", "ps")])
+def test_auto_chooses_by_the_busiest_link_and_says_why(
+    cluster: Cluster, fast: str, there: str
+) -> None:
+    there_now = trainer(cluster, "auto", cost_model=model_of(cluster, fast))
+    text = str(there_now.plan(data(), BATCH))
+    assert f"on {there}, as the busiest link is busy" in text
+    assert all(f"/job:{fast}/" in home for home in homes_of(there_now).values())
+    there_now.close()
+
+
+def test_auto_needs_no_measure_where_nothing_is_to_be_decided(
+    cluster: Cluster, without_ps: Cluster
+) -> None:
+    there = trainer(without_ps, "auto")
+    assert "on the workers, as there is no ps" in str(there.plan(data(), BATCH))
+    there.close()
+    there = trainer(cluster, "auto", elastic=jg.Elastic())
+    assert "workers join and leave" in str(there.plan(data(), BATCH))
+    assert all(map(is_ps, homes_of(there).values()))
+    there.close()
+
+
+def test_another_client_finds_what_the_workers_hold(cluster: Cluster) -> None:
+    """Which parameters are tables shows on data, which that client does not have."""
+    given = {"model": Deep, "loss": squares, "tx": optax.adagrad(0.1)}
+    there = trainer(cluster, "workers", **given)
+    there.fit(LOOKED_UP, steps=STEPS, batch_size=BATCH, progress=False, detached=True)
+    found = trainer(cluster, "workers", **given)
+    found.attach(cluster.runs()[-1].name).wait(30)
+    assert homes_of(found) == homes_of(there)
+    assert_same_bits(found.current_values(), there.current_values())
+    there.close()
+
+
 @pytest.mark.bad_input_row(28)
 def test_what_cannot_be_is_refused_in_words(
     cluster: Cluster, without_ps: Cluster
 ) -> None:
     wrong: Any = "worker"
-    with pytest.raises(ConfigError, match=r"dense is 'worker'; .*'ps' or 'workers'"):
+    wrong_model: Any = "fast"
+    with pytest.raises(
+        ConfigError, match=r"dense is 'worker'; .*'ps', 'workers' or 'auto'"
+    ):
         SyncPS(dense=wrong)
     with pytest.raises(ConfigError, match="none may join or leave"):
         SyncPS(dense="workers", elastic=jg.Elastic())
+    with pytest.raises(ConfigError, match=r"cost_model is 'fast'; .*CostModel.load"):
+        SyncPS(dense="auto", cost_model=wrong_model)
     asynchronous: Any = jg.AsyncPS
     with pytest.raises(ConfigError, match=r"dense.*write SyncPS\(dense='workers'\)"):
         asynchronous(dense="workers")

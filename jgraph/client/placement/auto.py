@@ -156,16 +156,25 @@ def auto(
     task_names = _tasks(cluster, tasks)
     limits = _limits(cluster, memory_limit, task_names)
     if cost_model is None:
-        if cluster not in _cost_models:
-            with show_wait("measuring the tasks and the links between them"):
-                _cost_models[cluster] = measure(cluster, timeout_s=timeout_s)
-        cost_model = _cost_models[cluster]
+        cost_model = measured(cluster, timeout_s)
     elif not isinstance(cost_model, CostModel):
         raise ConfigError(
             f"cost_model is {cost_model!r:.60}; give what jg.CostModel.load(path) reads"
         )
     cost_model.check(cluster.tasks())
     return AutoPlacement(AutoPlanner(cost_model, task_names, limits))
+
+
+def measured(cluster: Connection, timeout_s: float = MEASURE_S) -> CostModel:
+    """Returns the cost model of a cluster, measured once per connection.
+
+    Raises:
+      TaskLostError, DeadlineError: see ``measure``.
+    """
+    if cluster not in _cost_models:
+        with show_wait("measuring the tasks and the links between them"):
+            _cost_models[cluster] = measure(cluster, timeout_s=timeout_s)
+    return _cost_models[cluster]
 
 
 def _tasks(

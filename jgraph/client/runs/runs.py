@@ -39,6 +39,7 @@ class RunInfo:
       term: number of its master; each is greater than those before.
       workers: that take part now; none of a run that is over.
       bounds: the least and the most workers of an elastic run; None: it is none.
+      tables: parameters on ps, where the workers hold all others; None: ps hold all.
     """
 
     name: str
@@ -57,6 +58,7 @@ class RunInfo:
     term: int
     workers: tuple[TaskName, ...] = ()
     bounds: tuple[int, int | None] | None = None
+    tables: tuple[str, ...] | None = None
 
     def _repr_html_(self) -> str:
         return data(self)
@@ -71,7 +73,7 @@ def run_infos(reply: Frame) -> list[RunInfo]:
 def info_of(row: pb.RunRow) -> RunInfo:
     """Returns what a master tells of a run."""
     info = json.loads(row.info)
-    bounds = info.get("workers")
+    bounds, tables = info.get("workers"), info.get("tables")
     return RunInfo(
         name=row.run,
         state=row.state,
@@ -89,6 +91,7 @@ def info_of(row: pb.RunRow) -> RunInfo:
         term=row.term,
         workers=tuple(map(TaskName, row.workers)),
         bounds=None if bounds is None else (bounds[0], bounds[1]),
+        tables=None if tables is None else tuple(tables),
     )
 
 

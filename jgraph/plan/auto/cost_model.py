@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pathlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, final
@@ -109,6 +110,47 @@ class CostModel:
     def link(self, src: TaskName, dst: TaskName) -> Link:
         """Returns the link between two tasks; one of a task to itself takes no time."""
         return Link(0.0, math.inf) if src == dst else self.links[src, dst]
+
+    def exchange_s(
+        self, nbytes: float, holders: Sequence[TaskName], workers: Sequence[TaskName]
+    ) -> float:
+        """Returns how long the busiest link of a synchronous step is busy, in seconds.
+
+        Every worker sends each holder its part of the gradients, and gets that part of
+        the parameters. What tasks of one host say to each other shares the memory of
+        that host; what hosts say to each other shares the link of each, in each
+        direction.
+
+        Args:
+          nbytes: of the parameters, which are cut evenly over the holders.
+          holders: sum gradients, and have the parameters.
+          workers: one that is a holder sends itself nothing.
+
+        Source: Jiang et al., "A Unified Architecture for Accelerating Distributed DNN
+        Training in Heterogeneous GPU/CPU Clusters", 2020 (BytePS); Kim et al.,
+        "Parallax: Sparsity-aware Data Parallel Training of Deep Neural Networks", 2019.
+
+        Example:
+          >>> ps, *workers = tasks = [TaskName(name) for name in ("ps", "w0", "w1")]
+          >>> speeds = {t: TaskSpeed(f"at {t}", 1e10, 1e9, 1e8, 1e10) for t in tasks}
+          >>> links = {(a, b): Link(1e-4, 1e9) for a in tasks for b in tasks if a != b}
+          >>> model = CostModel(speeds, links, Link(1e-4, 1e9), {})
+          >>> [model.exchange_s(1e9, holders, workers) for holders in ([ps], workers)]
+          [4.0, 1.0]
+        """
+        busy = defaultdict[tuple[str, str], float](float)
+        part = nbytes / len(holders)
+        pairs = [(h, w) for h in holders for w in workers if h != w]
+        for src, dst in pairs:
+            seconds = part / self.link(src, dst).bytes_per_s
+            one, other = self.tasks[src].host, self.tasks[dst].host
+            if one == other:
+                busy["memory", one] += seconds
+            else:
+                busy["out", one] += seconds
+                busy["in", other] += seconds
+        # Gradients come first, and then parameters go the other way.
+        return 2 * max(busy.values(), default=0.0)
 
     def check(self, tasks: Sequence[TaskName]) -> None:
         """Refuses tasks that it does not know, or a link that it lacks.

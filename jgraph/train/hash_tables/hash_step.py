@@ -159,6 +159,20 @@ def needs_ps(tables: Sequence[ModelTable]) -> None:
         )
 
 
+def check_whole(tables: Sequence[ModelTable]) -> None:
+    """Refuses hash tables where parameters are read once for many steps.
+
+    Raises:
+      ConfigError: there are some; names the first.
+    """
+    if tables:
+        raise ConfigError(
+            f"{tables[0].rows} is a hash table, of which only rows travel, and "
+            "LocalSGD reads all parameters at the begin of a round; use "
+            "strategy=jg.SyncPS() or jg.AsyncPS()"
+        )
+
+
 def check_lookups(
     tables: Sequence[ModelTable], by_keys: Collection[str], dense: Mapping[str, str]
 ) -> None:

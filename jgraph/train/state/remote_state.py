@@ -196,7 +196,7 @@ class RemoteState:
         self, graph: Graph, replicas: Sequence[int] | None = None
     ) -> None:
         """Forgets what rounding took from earlier gradients, of all replicas."""
-        if self.step.compression is not None:
+        if self.step.own:
             self.session.initialize(self.residuals(graph, replicas), again=True)
 
     def residuals(
@@ -208,7 +208,7 @@ class RemoteState:
           graph: of the step.
           replicas: whose; None: of all, and what the ps have for this.
         """
-        if self.step.compression is None:
+        if not self.step.own:
             return []
         everyone = (None, *range(len(self.done)))
         of = everyone if replicas is None else replicas

@@ -90,6 +90,7 @@ class Arrangement:
       partition_strategy: ``"div"`` or ``"mod"``: which rows a shard has.
       ps: tasks on each of which a hash table has a shard.
       owners: hold all but the tables; None: all is placed alike.
+      why: they do, or do not, for the plan; empty: the user said so.
     """
 
     place: Place | None = None
@@ -97,6 +98,12 @@ class Arrangement:
     partition_strategy: str = "div"
     ps: tuple[TaskName, ...] = ()
     owners: Owners | None = None
+    why: str = ""
+
+    def notes(self, variables: Sequence[Variable]) -> list[str]:
+        """Returns lines for the plan on who holds the variables of a run."""
+        lines = [] if self.owners is None else [self.owners.note(variables)]
+        return [*lines, *([self.why] if self.why else [])]
 
     def variables(
         self,

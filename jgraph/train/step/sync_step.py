@@ -158,13 +158,13 @@ class SyncStep:
             return {"loss": result.loss}
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        residuals = compression.residuals if compression else ()
-        variables = [*self._step.variables, *means, *slots, *residuals, *self._times]
+        own = self._step.own
+        variables = [*self._step.variables, *means, *slots, *own, *self._times]
         feeds = self._batch, number, number, number
         graph, _ = trace(contribute, *feeds, variables=variables)
         warn_of_same_draws(graph)
         notes = [*(self._by_rows.notes if self._by_rows else ())]
-        notes += [compression.note] if compression else []
+        notes += [each.note for each in (compression, self._step.local) if each]
         return replace(graph, notes=tuple(notes))
 
     @property

@@ -31,6 +31,7 @@ from jgraph.train.model.optimizer import CalledOptimizer, LossOf, Optimizer
 from jgraph.train.model.trees import Tree, group_with_parameters, path_of
 from jgraph.train.step.arrange import Arrangement
 from jgraph.train.step.compress import Compression, GradientDtype
+from jgraph.train.step.local_steps import LocalSteps
 from jgraph.train.tables.row_mean import Touched, row_layout
 from jgraph.train.tables.row_step import Computed, RowStep, Sparse, decide
 from jgraph.train.tables.row_tables import find_row_tables
@@ -58,6 +59,8 @@ class TrainStep:
         Make ``BAD_IDS``, and skip an update that has one. An update that follows one
         that was skipped is skipped too.
       gradient_dtype: of gradients that travel; see ``Compression``.
+      local: the optimizer and the number of steps that a worker takes between two
+        updates, which ``tx`` makes of how far it came; see ``LocalSteps``.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class TrainStep:
         sparse: Sparse = "auto",
         alone: bool = False,
         gradient_dtype: GradientDtype | None = None,
+        local: tuple[Optimizer, int] | None = None,
     ) -> None:
         self.adapter = adapter
         self.container = container
@@ -103,11 +107,11 @@ class TrainStep:
         names = ["/".join(path) for path in paths]
         of = dict(zip(names, groups, strict=True))
         specs = table_specs(adapter.tables, self._tx.init, tree["params"], of, len(ps))
-        self.owned_by = None if arrangement is None else arrangement.owners
-        """Who holds the dense variables; None: the ps, as all others."""
+        self.arrangement = arrangement or Arrangement()
+        """How the variables are cut and placed."""
         self.tables = trained_tables(adapter.tables, specs, container, ps)
         """The hash tables on parameter servers."""
-        self.variables: tuple[Variable, ...] = (arrangement or Arrangement()).variables(
+        self.variables: tuple[Variable, ...] = self.arrangement.variables(
             names,
             groups,
             [
@@ -119,10 +123,20 @@ class TrainStep:
         )
         self.initial_values: list[Any] = [value for _, value in leaves]
         """Of a large model on a cluster, only their types."""
+        self.local = None
+        if local is not None:
+            inner, count = CalledOptimizer(local[0]), local[1]
+            self.local = LocalSteps(inner, count, adapter.params, container)
         self.compression = None
         if gradient_dtype is not None:
             parameters = [v for v in self.variables if v.name.startswith("params/")]
             self.compression = Compression(parameters, gradient_dtype, container)
+
+    @property
+    def own(self) -> list[Variable]:
+        """What each worker has for itself, and begins anew in each ``fit``."""
+        residuals = () if self.compression is None else self.compression.residuals
+        return [*residuals, *(() if self.local is None else self.local.variables)]
 
     @property
     def plain(self) -> list[Variable]:
@@ -134,6 +148,12 @@ class TrainStep:
         """The workers that hold variables, sorted; none: only ps do."""
         tasks = {str(shard.device) for v in self.variables for shard in v.shards}
         return sorted(TaskName(task) for task in tasks if is_worker(task))
+
+    @property
+    def tables_apart(self) -> list[str] | None:
+        """The tables that the owners of all else do not hold; None: none own it."""
+        owners = self.arrangement.owners
+        return None if owners is None else sorted(owners.tables)
 
     @property
     def names(self) -> list[str]:
@@ -179,6 +199,7 @@ class TrainStep:
         key = str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
         if key not in self._row_steps:
             off = self._sparse == "off" and not self.adapter.tables
+            off |= self.local is not None
             self._row_steps[key] = None if off else self._decide(batch)
         return self._row_steps[key]
 
@@ -300,6 +321,9 @@ class TrainStep:
           step: number of the step, int32.
           replica: number of the worker, int32.
         """
+        if self.local is not None:
+            now = self._read({})
+            return self.local.computed(self.adapter.loss, now, batch, step, replica)
         seeds = (replica, step)
         tables = by_rows.tables.tables if by_rows else ()
         loss_fn = self.adapter.loss
@@ -326,6 +350,8 @@ class TrainStep:
 
     def metric_types(self, batch: Any) -> tuple[Any, dict[str, Any]]:
         """Returns shape and dtype of the loss, and of each metric, on such batches."""
+        if self.local is not None:
+            batch = self.local.batch(batch)
         number = jax.ShapeDtypeStruct((), jnp.int32)
         now = self.unflatten([variable.spec.aval for variable in self.variables])
         loss, (metrics, _) = jax.eval_shape(

@@ -86,6 +86,7 @@ def about_run(
         "container": state.step.container,
         "synchronous": synchronous,
         "checkpoints": directory,
+        "tables": state.step.tables_apart,
         "workers": None if elastic is None else [elastic.least, elastic.most or None],
     }
     zeros = defaultdict[TaskName, list[Variable]](list)

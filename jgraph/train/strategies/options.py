@@ -5,6 +5,7 @@ from typing import Final, Literal, TypeAlias, final, get_args
 
 from jgraph.errors import ConfigError, hints
 from jgraph.graph.sharding import Partitioner
+from jgraph.plan.auto.cost_model import CostModel
 from jgraph.plan.placement.spread import PlacementFunction
 from jgraph.train.counts import as_ints, is_count
 from jgraph.train.state.durability import Durability, check_durability
@@ -12,7 +13,7 @@ from jgraph.train.step.compress import GradientDtype, check_gradient_dtype
 from jgraph.train.strategies.elastic import Elastic, check_elastic
 from jgraph.view import markup
 
-Dense: TypeAlias = Literal["ps", "workers"]
+Dense: TypeAlias = Literal["ps", "workers", "auto"]
 """Who holds dense parameters: see ``SyncPS``."""
 
 DENSE: Final[tuple[Dense, ...]] = get_args(Dense)
@@ -141,7 +142,10 @@ class SyncPS:
         ``"workers"``: each large one is cut evenly over the workers, which sum the
         gradients of their part, update it, and send it to the others; tables of which
         rows travel stay on the ps, and without tables no ps is needed. What is
-        computed is the same. A worker that is lost is then lost as a ps is.
+        computed is the same. A worker that is lost is then lost as a ps is. Or
+        ``"auto"``: where the busiest link is busy for less time; ``plan()`` says why.
+      cost_model: how fast the links are, for ``dense="auto"``; if unset, that is
+        measured, which takes some seconds, once per cluster.
       elastic: lets workers join and leave between two updates, as for ``AsyncPS``. An
         update is of all workers there are then, but the backups, unless
         ``replicas_to_aggregate`` says how many.
@@ -163,6 +167,7 @@ class SyncPS:
     gradient_dtype: GradientDtype | None = None
     durability: Durability = "checkpoint"
     dense: Dense = "ps"
+    cost_model: CostModel | None = None
     elastic: Elastic | None = None
 
     def __post_init__(self) -> None:
@@ -193,11 +198,16 @@ class SyncPS:
                 f"dense is {self.dense!r:.60}; it says who holds dense parameters: "
                 f"{', '.join(map(repr, DENSE[:-1]))} or {DENSE[-1]!r}"
             )
-        if self.dense != "ps" and self.elastic is not None:
+        if self.dense == "workers" and self.elastic is not None:
             raise ConfigError(
-                f"SyncPS(dense={self.dense!r}) with elastic=: each worker holds its "
-                "part of the parameters, so none may join or leave a run that goes on; "
-                "leave out elastic=, or write dense='ps'"
+                "SyncPS(dense='workers') with elastic=: each worker holds its part of "
+                "the parameters, so none may join or leave a run that goes on; leave "
+                "out elastic=, or write dense='ps'"
+            )
+        model: object = self.cost_model
+        if not (model is None or isinstance(model, CostModel)):
+            raise ConfigError(
+                f"cost_model is {model!r:.60}; give what jg.CostModel.load(path) reads"
             )
 
     def contributions(self, workers: int) -> int:

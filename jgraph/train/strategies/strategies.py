@@ -1,6 +1,6 @@
 """Choice of a training strategy, and the runner made for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -8,16 +8,18 @@ from jgraph.client.cluster import Cluster
 from jgraph.clock import Clock
 from jgraph.errors import ConfigError
 from jgraph.plan.placement.spread import spread
+from jgraph.train.data.data import Dataset
 from jgraph.train.state.runner import Runner
 from jgraph.train.step.arrange import Arrangement
 from jgraph.train.step.compress import GradientDtype
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.strategies.async_runner import AsyncPS, AsyncRunner
 from jgraph.train.strategies.local import Local, LocalRunner
-from jgraph.train.strategies.owners import owners_of
+from jgraph.train.strategies.local_sgd import LocalSGD
+from jgraph.train.strategies.owners import Tables, choose_owners, owned_by
 from jgraph.train.strategies.sync_runner import SyncPS, SyncRunner
 
-Strategy: TypeAlias = Local | AsyncPS | SyncPS
+Strategy: TypeAlias = Local | AsyncPS | SyncPS | LocalSGD
 
 
 def choose_strategy(strategy: Strategy | None, cluster: Cluster | None) -> Strategy:
@@ -38,8 +40,8 @@ def choose_strategy(strategy: Strategy | None, cluster: Cluster | None) -> Strat
         return Local() if cluster is None else AsyncPS()
     if not isinstance(strategy, Strategy):
         raise ConfigError(
-            f"strategy is {strategy!r}; there are jg.AsyncPS(), jg.SyncPS() and "
-            "jg.Local()"
+            f"strategy is {strategy!r}; there are jg.AsyncPS(), jg.SyncPS(), "
+            "jg.LocalSGD() and jg.Local()"
         )
     if not isinstance(strategy, Local) and cluster is None:
         raise ConfigError(
@@ -57,36 +59,76 @@ def choose_strategy(strategy: Strategy | None, cluster: Cluster | None) -> Strat
 def arrangement_on(
     cluster: Cluster | None,
     strategy: Strategy,
-    tables: Callable[[], frozenset[str]] = frozenset,
+    tables: Callable[[], Tables] = lambda: (frozenset(), 0),
+    known: Sequence[str] | None = None,
 ) -> Arrangement | None:
     """Returns how variables are cut and placed; None: they stay in this process.
 
     Args:
       cluster: where they live.
       strategy: how it trains.
-      tables: finds the parameters of which rows travel, if that matters.
+      tables: see ``choose_owners``.
+      known: of a run that another client began: the tables that its owners do not hold.
 
     Raises:
       ConfigError: the cluster has no ps or no worker.
     """
     if cluster is None or isinstance(strategy, Local):
         return None
-    owns = isinstance(strategy, SyncPS) and strategy.dense != "ps"
-    for job in ("worker",) if owns else ("ps", "worker"):
+    together = together_of(strategy)
+    without_ps = together is not None and together.dense != "ps"
+    for job in ("worker",) if without_ps else ("ps", "worker"):
         if job not in cluster.spec.jobs:
             raise ConfigError(
                 f"{type(strategy).__name__} needs tasks of job '{job}'; the cluster "
                 f"has the jobs {', '.join(cluster.spec.jobs)}. Start one with "
                 "jg.LocalCluster(ps=1, workers=1)"
             )
-    ps = cluster.tasks("ps")
+    ps, owners, why = cluster.tasks("ps"), None, ""
+    if together is not None:
+        owners, why = (
+            choose_owners(cluster, together, tables)
+            if known is None
+            else (owned_by(cluster, together, frozenset(known)), "")
+        )
     return Arrangement(
         partial(spread, tasks=ps, placement=strategy.placement),
         strategy.variable_partitioner,
         strategy.partition_strategy,
         tuple(ps),
-        owners_of(cluster, strategy, tables) if isinstance(strategy, SyncPS) else None,
+        owners,
+        why,
     )
+
+
+def together_of(strategy: Strategy) -> SyncPS | None:
+    """Returns how workers contribute to an update together; None: they do not."""
+    if isinstance(strategy, LocalSGD):
+        return strategy.rounds
+    return strategy if isinstance(strategy, SyncPS) else None
+
+
+def examples_of(strategy: Strategy, dataset: Dataset, request: int | None) -> int:
+    """Returns the examples that a worker's contribution is made of.
+
+    Args:
+      strategy: how it trains.
+      dataset: what on.
+      request: examples of a batch as the user said; None: nothing was said.
+
+    Raises:
+      DataError: the data comes in batches of another size.
+      ConfigError: it comes in batches at all, and a round takes several.
+    """
+    size = dataset.batch_size(request)
+    if not isinstance(strategy, LocalSGD):
+        return size
+    if dataset.fed is not None:
+        raise ConfigError(
+            "LocalSGD deals out the batches of a round together, and this data comes "
+            "as it is read; give arrays, or a jg.Source that the workers read"
+        )
+    return size * strategy.sync_every
 
 
 def gradient_dtype_of(strategy: Strategy) -> GradientDtype | None:
@@ -104,16 +146,18 @@ def make_runner(
     """
     if cluster is None or isinstance(strategy, Local):
         return LocalRunner(step, clock)
-    if isinstance(strategy, SyncPS):
-        return SyncRunner(step, cluster, strategy)
+    if (together := together_of(strategy)) is not None:
+        return SyncRunner(step, cluster, together)
+    assert isinstance(strategy, AsyncPS)  # the others are in step
     return AsyncRunner(step, cluster, strategy)
 
 
 def batches_per_update(cluster: Cluster | None, strategy: Strategy) -> int:
     """Returns how many batches one update of the model is made of."""
-    if cluster is None or not isinstance(strategy, SyncPS):
+    together = together_of(strategy)
+    if cluster is None or together is None:
         return 1
-    return strategy.contributions(len(cluster.tasks("worker")))
+    return together.contributions(len(cluster.tasks("worker")))
 
 
 def replica_names(cluster: Cluster | None, strategy: Strategy) -> list[str]:

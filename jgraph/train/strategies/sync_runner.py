@@ -140,9 +140,8 @@ class SyncRunner:
         apply_program = plan_on(self._cluster, apply_graph, leader).program
         reads = {v.name for p in apply_program.partitions for v in p.variables}
         graph = sync.gradient_graph({name for name in reads if name.startswith(MEAN)})
-        if (owners := self._step.owned_by) is not None:
-            note = owners.note(self._step.variables)
-            graph = replace(graph, notes=(*graph.notes, note))
+        notes = self._step.arrangement.notes(self._step.variables)
+        graph = replace(graph, notes=(*graph.notes, *notes))
         # A worker that holds variables has a part of its own in the step of each.
         owns = bool(self._step.owners)
         plans = [

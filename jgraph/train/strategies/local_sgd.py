@@ -1,0 +1,105 @@
+"""LocalSGD: options of training that talks once in many steps."""
+
+from dataclasses import dataclass
+from typing import final
+
+import optax
+
+from jgraph.errors import ConfigError
+from jgraph.graph.sharding import Partitioner
+from jgraph.plan.placement.spread import PlacementFunction
+from jgraph.train.counts import as_ints, is_count
+from jgraph.train.state.durability import Durability
+from jgraph.train.step.compress import GradientDtype
+from jgraph.train.strategies.options import Dense, SyncPS
+from jgraph.view import markup
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LocalSGD:
+    """Train on a cluster's workers apart, and bring them together now and then.
+
+    In a round each worker reads the parameters, takes ``sync_every`` steps with the
+    Trainer's optimizer, and contributes how far it came. The mean of that is applied
+    like a gradient by ``outer``, which makes one update of the model. So a step costs
+    no message, and an update one read and one contribution for ``sync_every`` steps.
+
+    ``batch_size`` is that of one step; ``steps`` of ``fit`` are updates, each of
+    ``sync_every`` steps of every worker. What a round is trained on is dealt out, and
+    counts, as a whole: exactly once, however many workers are lost. What is left of an
+    epoch after its whole rounds is left out. Each worker keeps the state of its
+    optimizer from round to round; it begins anew in each ``fit``. The model's state,
+    such as BatchNorm statistics, is averaged. Tables of rows travel whole.
+
+    Args:
+      sync_every: steps of a round.
+      outer: an optax optimizer whose gradient is the mean of what workers came;
+        ``optax.sgd(0.7, momentum=0.9, nesterov=True)`` is DiLoCo. If unset, the
+        parameters are the mean of those of the workers.
+      backup_workers: how many workers a round does not wait for.
+      step_timeout_s: limit for one round, in seconds.
+      variable_partitioner: as for ``SyncPS``.
+      partition_strategy: as for ``SyncPS``.
+      placement: as for ``SyncPS``.
+      gradient_dtype: as what contributions travel, as for ``SyncPS``.
+      durability: what a run still has when a ps is lost, as for ``SyncPS``.
+      dense: who holds the parameters and the state of ``outer``, as for ``SyncPS``.
+
+    Raises:
+      ConfigError: an option outside what is possible.
+
+    Example:
+      >>> LocalSGD(sync_every=20).sync_every
+      20
+    """
+
+    sync_every: int = 1
+    outer: optax.GradientTransformation | None = None
+    backup_workers: int = 0
+    step_timeout_s: float = 600.0
+    variable_partitioner: Partitioner | None = None
+    partition_strategy: str = "div"
+    placement: PlacementFunction | None = None
+    gradient_dtype: GradientDtype | None = None
+    durability: Durability = "checkpoint"
+    dense: Dense = "ps"
+
+    def __post_init__(self) -> None:
+        if not is_count(self.sync_every, 1):
+            raise ConfigError(
+                f"sync_every is {self.sync_every!r:.60}; give the steps of a round, 1 "
+                "or more"
+            )
+        as_ints(self, "sync_every")
+        outer: object = self.outer
+        if outer is not None and not (
+            hasattr(outer, "init") and hasattr(outer, "update")
+        ):
+            raise ConfigError(
+                f"outer is {outer!r:.60}; give an optax optimizer, for example "
+                "optax.sgd(0.7, momentum=0.9, nesterov=True)"
+            )
+        _ = self.rounds  # refuses what a SyncPS does
+
+    @property
+    def rounds(self) -> SyncPS:
+        """How rounds are averaged: as synchronous steps are."""
+        return SyncPS(
+            backup_workers=self.backup_workers,
+            step_timeout_s=self.step_timeout_s,
+            variable_partitioner=self.variable_partitioner,
+            partition_strategy=self.partition_strategy,
+            placement=self.placement,
+            gradient_dtype=self.gradient_dtype,
+            durability=self.durability,
+            dense=self.dense,
+        )
+
+    @property
+    def outer_optimizer(self) -> optax.GradientTransformation:
+        """What applies the mean."""
+        return optax.sgd(1.0) if self.outer is None else self.outer
+
+    def _repr_html_(self) -> str:
+        return markup.data(self)

@@ -1,0 +1,194 @@
+"""Training that talks once in many steps, on servers of this process."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jgraph as jg
+from jgraph.client.cluster import Cluster
+from jgraph.errors import ConfigError
+from jgraph.train.strategies.local_sgd import LocalSGD
+from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.strategies.sync_runner import SyncPS
+from jgraph.train.trainer import Trainer
+from tests.support.models import (
+    NnxMLP,
+    NnxNorm,
+    batches_of,
+    cross_entropy,
+    data,
+    nnx_loss,
+)
+from tests.support.servers import connected
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+BATCH, WORKERS, ROUNDS, EVERY = 4, 2, 5, 3
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with connected(ps=1, worker=WORKERS) as cluster:
+        yield cluster
+
+
+def trainer(cluster: Cluster, strategy: Strategy, tx: Any, **options: Any) -> Trainer:
+    model = options.pop("model", NnxMLP)(rngs=nnx.Rngs(0))
+    return Trainer(model, nnx_loss, tx, cluster=cluster, strategy=strategy, **options)
+
+
+def fit(there: Trainer, steps: int = ROUNDS) -> Any:
+    return there.fit(data(), steps=steps, batch_size=BATCH, progress=False)
+
+
+def parameters(model: Any) -> list[Any]:
+    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def assert_close(found: list[Any], wanted: list[Any]) -> None:
+    for value, due in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(value, due, rtol=1e-5, atol=1e-6)
+
+
+def test_a_round_of_one_step_of_sgd_is_a_synchronous_step(cluster: Cluster) -> None:
+    """The law: how far a worker came is its gradient, times the rate of both."""
+    apart = trainer(cluster, LocalSGD(outer=optax.sgd(1.0)), optax.sgd(0.1))
+    run = fit(apart)
+    together = trainer(cluster, SyncPS(), optax.sgd(0.1))
+    due = fit(together)
+    assert_close(parameters(run.model()), parameters(due.model()))
+    losses = [r.metrics("loss")["value"] for r in (run, due)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    apart.close()
+    together.close()
+
+
+def by_hand(tx: Any, outer: Any, workers: int) -> list[Any]:
+    """One process that does what all workers do, one after the other."""
+    graph, params = nnx.split(NnxMLP(rngs=nnx.Rngs(0)))
+
+    @jax.jit
+    def step(params: Any, opt: Any, x: Any, y: Any) -> Any:
+        loss = lambda params: cross_entropy(nnx.merge(graph, params)(x), y)
+        updates, opt = tx.update(jax.grad(loss)(params), opt, params)
+        return optax.apply_updates(params, updates), opt
+
+    x, y = data()
+    stream = batches_of({"x": x, "y": y}, BATCH * EVERY, 0)
+    inner: list[Any] = [tx.init(params) for _ in range(workers)]
+    opt = outer.init(params)
+    for _ in range(ROUNDS):
+        ways = []
+        for worker in range(workers):
+            mine, state, taken = params, inner[worker], next(stream)
+            for n in range(EVERY):
+                some = slice(n * BATCH, (n + 1) * BATCH)
+                mine, state = step(mine, state, taken["x"][some], taken["y"][some])
+            inner[worker] = state
+            ways.append(jax.tree.map(lambda old, new: old - new, params, mine))
+        mean = jax.tree.map(lambda *each: sum(each) / workers, *ways)
+        updates, opt = outer.update(mean, opt, params)
+        params = optax.apply_updates(params, updates)
+    leaves = jax.tree.leaves(nnx.to_pure_dict(params))
+    return [np.asarray(leaf) for leaf in leaves]
+
+
+def test_rounds_are_those_of_a_loop_by_hand(cluster: Cluster) -> None:
+    """Whichever worker has which batches: its own steps have no state."""
+    tx = optax.sgd(0.1)
+    there = trainer(cluster, LocalSGD(sync_every=EVERY, outer=NESTEROV), tx)
+    run = fit(there)
+    assert_close(parameters(run.model()), by_hand(tx, NESTEROV, WORKERS))
+    assert (run.state, run.steps) == ("done", ROUNDS)
+    assert run.metrics("contributions")["value"].tolist() == [WORKERS] * ROUNDS
+    there.close()
+
+
+def test_the_state_of_a_workers_optimizer_goes_from_round_to_round() -> None:
+    """Where it does not begin with zeros, too."""
+    with connected(ps=1, worker=1) as cluster:
+        for tx in (optax.adam(1e-2), optax.adagrad(0.1)):
+            there = trainer(cluster, LocalSGD(sync_every=EVERY), tx)
+            found = parameters(fit(there).model())
+            assert_close(found, by_hand(tx, optax.sgd(1.0), 1))
+            there.close()
+
+
+def test_a_round_sends_what_a_step_does_and_workers_may_hold_all(
+    cluster: Cluster,
+) -> None:
+    def nbytes(strategy: Strategy) -> int:
+        there = trainer(cluster, strategy, optax.adam(1e-2))
+        planned = there.plan(data(), BATCH)
+        there.close()
+        return int(planned.nbytes_per_step)
+
+    step, rounds = (nbytes(s) for s in (SyncPS(), LocalSGD(sync_every=EVERY)))
+    assert rounds == step
+    assert nbytes(LocalSGD(sync_every=EVERY, dense="workers")) < step
+    strategy = LocalSGD(sync_every=EVERY, dense="workers", outer=NESTEROV)
+    there = trainer(cluster, strategy, optax.sgd(0.1))
+    run = fit(there)
+    assert_close(parameters(run.model()), by_hand(optax.sgd(0.1), NESTEROV, WORKERS))
+    plan = str(there.plan())
+    assert f"{EVERY} steps of each worker's own optimizer make an update" in plan
+    there.close()
+
+
+def counting(model: Any, batch: Any) -> Any:
+    x, y = batch
+    logits = model(x)
+    right = (jnp.argmax(logits, 1) == y).sum()
+    return cross_entropy(logits, y), {"examples": jnp.array(len(x)), "right": right}
+
+
+def test_counts_are_of_all_examples_of_a_round_and_state_is_averaged(
+    cluster: Cluster,
+) -> None:
+    strategy = LocalSGD(sync_every=EVERY, gradient_dtype="bfloat16")
+    model = NnxNorm(rngs=nnx.Rngs(0))
+    there = Trainer(model, counting, optax.sgd(0.1), cluster=cluster, strategy=strategy)
+    run = fit(there)
+    assert run.metrics("examples")["value"].tolist() == [BATCH * EVERY] * ROUNDS
+    position = there.current_position()
+    assert position is not None
+    assert (position["done"], position["again"]) == (ROUNDS * WORKERS, 0)
+    means = jax.tree.leaves(nnx.state(run.model(), nnx.BatchStat))
+    assert all(np.abs(np.asarray(mean)).max() > 0 for mean in means)
+    there.close()
+
+
+class Keyed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.table = jg.HashTable(4, capacity_bytes=1 << 20)
+
+    def __call__(self, ids: Any) -> Any:
+        return self.table(ids).mean((1, 2))
+
+
+@pytest.mark.bad_input_row(29)
+def test_what_cannot_be_is_refused_in_words(cluster: Cluster) -> None:
+    wrong: Any = "sgd"
+    for every in (0, 2.5):
+        given: Any = every
+        with pytest.raises(ConfigError, match=f"sync_every is {every}"):
+            LocalSGD(sync_every=given)
+    with pytest.raises(ConfigError, match="outer is 'sgd'; give an optax optimizer"):
+        LocalSGD(outer=wrong)
+    with pytest.raises(ConfigError, match="dense is 'sgd'"):
+        LocalSGD(dense=wrong)
+    batches = (data() for _ in range(9))
+    there = trainer(cluster, LocalSGD(sync_every=EVERY), optax.sgd(0.1))
+    with pytest.raises(ConfigError, match="deals out the batches of a round together"):
+        there.fit(batches, steps=1, progress=False)
+    there = trainer(cluster, LocalSGD(), optax.sgd(0.1), model=Keyed)
+    with pytest.raises(ConfigError, match="params/table/rows is a hash table"):
+        fit(there)
