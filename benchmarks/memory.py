@@ -59,11 +59,11 @@ def run_table(rows: int, width: int = 20) -> None:
     """Trains a table with Adam, saves it, restores it, and loses its ps."""
     for durability in ("checkpoint", "replica", "log"):
         count = 2 if durability == "replica" else 1
-        with (
-            jg.LocalCluster(ps=count, workers=1, restarts=2) as cluster,
-            tempfile.TemporaryDirectory() as directory,
-        ):
-            _table_phases(cluster, durability, Path(directory), rows * count, width)
+        with tempfile.TemporaryDirectory() as directory:
+            logs = {"JGRAPH_RECORDS_DIR": directory}
+            with jg.LocalCluster(ps=count, workers=1, restarts=2, env=logs) as cluster:
+                checkpoints = Path(directory, "checkpoints")
+                _table_phases(cluster, durability, checkpoints, rows * count, width)
 
 
 def _table_phases(

@@ -3,6 +3,11 @@
 Runs ``jgraph up``, and then a fresh client process that imports jgraph, connects and
 trains. Prints one JSON line: seconds of each part, and the memory of each process
 before and after.
+
+``--model transformer --layers 8 24 48`` instead: how long a first step of a cluster of
+one ps and one worker takes, beside the first call of ``jax.jit`` of the same step, in
+turns, each in a fresh process. One JSON line for each number of layers, with ``--rows``
+as rows.
 """
 
 import itertools
@@ -12,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +35,19 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--ps", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", choices=["mlp", "transformer"], default="mlp")
+    parser.add_argument("--layers", type=int, nargs="+", default=[8, 24, 48])
+    parser.add_argument("--rows", action="store_true", help="only the rows, as JSON")
     parser.add_argument("--client", metavar="TARGET", help="used inside")
+    parser.add_argument("--first", choices=sorted(FIRST), help="used inside")
     a = parser.parse_args(args)
+    if a.first:
+        print(json.dumps({"seconds": FIRST[a.first](a.layers[0])}))
+        return
+    if a.model == "transformer":
+        for row, layers in enumerate(a.layers, 1):
+            first_steps(row, layers, a.rounds, rows=a.rows)
+        return
     if a.client:
         client(a.client)
         return
@@ -47,6 +63,66 @@ def main(args: Sequence[str] | None = None) -> None:
         idle_rss_mb=rounds[-1]["idle_rss_mb"],
         trained_rss_mb=rounds[-1]["trained_rss_mb"],
     )
+
+
+def first_steps(row: int, layers: int, rounds: int, *, rows: bool) -> None:
+    """Prints how long first steps take, on a cluster and by ``jax.jit``."""
+
+    def first(way: str) -> float:
+        command = [sys.executable, "-m", "benchmarks.startup", "--first", way]
+        line = call([*command, "--layers", str(layers)], dict(os.environ))
+        return float(json.loads(line.splitlines()[-1])["seconds"])
+
+    found = measure.take_turns({way: lambda w=way: first(w) for way in FIRST}, rounds)  # type: ignore[misc]
+    ratio = measure.ratio("ratio", found["cluster"], found["plain"])
+    seconds = {way: measure.spread(f"{way}_s", found[way], 2) for way in FIRST}
+    if rows:
+        figures = {f"{way}_s": seconds[way][f"{way}_s"] for way in FIRST}
+        unit = f"cluster to plain jax.jit, first step, {layers} layers"
+        measure.emit_row(row, ratio["ratio"], unit, **figures)
+        return
+    measure.emit(
+        "startup",
+        model="transformer",
+        layers=layers,
+        rounds=rounds,
+        **seconds["cluster"],
+        **seconds["plain"],
+        **ratio,
+    )
+
+
+def first_of_cluster(layers: int) -> float:
+    """Returns the seconds of a first ``fit``, from the model to its end."""
+    import optax
+
+    import jgraph as jg
+    from benchmarks.models import narrow_transformer as narrow
+
+    data, model = narrow.make_data(64), narrow.make_model(layers)
+    with jg.LocalCluster(ps=1, workers=1) as cluster:
+        began = time.perf_counter()
+        trainer = jg.Trainer(model, narrow.loss_fn, optax.adam(1e-3), cluster=cluster)
+        trainer.fit(data, steps=1, batch_size=narrow.BATCH, progress=False)
+        return time.perf_counter() - began
+
+
+def first_of_plain(layers: int) -> float:
+    """Returns the seconds of a first call of ``jax.jit``: tracing and compiling."""
+    from benchmarks.models import narrow_transformer as narrow
+    from benchmarks.train import ByHand
+
+    data, model = narrow.make_data(64), narrow.Narrow(layers)
+    by_hand = ByHand(model, data, narrow.BATCH)
+    began = time.perf_counter()
+    by_hand.run(1)
+    return time.perf_counter() - began
+
+
+FIRST: dict[str, Callable[[int], float]] = {
+    "cluster": first_of_cluster,
+    "plain": first_of_plain,
+}
 
 
 def once(ps: int, workers: int) -> dict[str, Any]:

@@ -39,6 +39,8 @@ ELSEWHERE = {
     "examples wide-deep": f"tests/examples/test_wide_deep.py::{JSON}",
     "examples lm": f"tests/examples/test_lm.py::{JSON}",
     "examples dlrm": f"tests/examples/test_dlrm.py::{JSON}",
+    "examples inception": "tests/examples/test_inception.py::"
+    "test_the_command_trains_a_cluster_and_prints_one_line_of_json",
     "examples pipeline": "tests/examples/test_pipeline.py::"
     "test_without_a_cluster_it_says_what_to_type",
 }

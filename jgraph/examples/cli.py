@@ -102,6 +102,30 @@ def pipeline(
     run_example("pipeline", train, 0, workers, steps, seed, as_json=as_json)
 
 
+@app.command()
+def inception(
+    ps: Ps = 2,
+    workers: Workers = 2,
+    steps: Steps = 600,
+    width: Annotated[
+        float, typer.Option(help="Of the layers, times the published ones.")
+    ] = 0.125,
+    size: Annotated[int, typer.Option(help="Pixels of a side; 75 or more.")] = 75,
+    backup_workers: Annotated[
+        int, typer.Option(min=0, help="Workers that an update does not wait for.")
+    ] = 0,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """A narrow Inception-v3 on enlarged digits, in synchronous training."""
+    from jgraph.examples.inception import run
+
+    train = functools.partial(
+        run, width=width, size=size, backup_workers=backup_workers
+    )
+    run_example("inception", train, ps, workers, steps, seed, as_json=as_json)
+
+
 def run_example(
     name: str,
     example: "Example",

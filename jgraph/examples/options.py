@@ -8,6 +8,7 @@ from jgraph.client.cluster import Cluster
 from jgraph.plan.sharding.partitioner import min_max_variable_partitioner
 from jgraph.train.run.run import Run
 from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.options import SyncPS
 from jgraph.train.tables.row_step import Sparse
 from jgraph.train.trainer import Trainer
 
@@ -42,10 +43,12 @@ class Options:
         batch_size: int,
         *,
         sparse: Sparse = "auto",
+        strategy: SyncPS | None = None,
     ) -> tuple[Trainer, Run]:
         """Trains on a cluster, or here if unset; returns the Trainer and its run.
 
-        Training is asynchronous, and large parameters are sharded over all ps.
+        Training is asynchronous unless a strategy says otherwise, and large parameters
+        are sharded over all ps.
 
         Args:
           cluster: where to train.
@@ -55,13 +58,14 @@ class Options:
           data: as for ``Trainer.fit``.
           batch_size: examples per step.
           sparse: as for ``Trainer``.
+          strategy: on a cluster, in place of ``AsyncPS``.
         """
         trainer = Trainer(
             model,
             loss,
             tx,
             cluster=cluster,
-            strategy=None if cluster is None else _strategy(cluster),
+            strategy=None if cluster is None else strategy or _strategy(cluster),
             seed=self.seed,
             sparse=sparse,
         )
