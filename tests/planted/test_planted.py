@@ -314,8 +314,8 @@ BUGS: Final = {
         f"{INBOUND}test_resumed_stream_may_not_jump",
     ),
     "a master that was replaced takes workers back": Bug(
-        "server/runs/supervisor.py",
-        "            await check_master(self._peers, order.run, order.term)\n"
+        "server/runs/workers.py",
+        "            await check_master(self.joiners.peers, order.run, order.term)\n"
         "            order.handle",
         "            order.handle",
         "tests/server/runs/test_supervisor.py::"
@@ -682,8 +682,8 @@ BUGS: Final = {
     ),
     "a request gets the rows of another one of its batch": Bug(
         "serving/function_queue.py",
-        "mine = [one[at : at + piece.rows] for one in outputs]",
-        "mine = [one[: piece.rows] for one in outputs]",
+        "outputs = [one[at : at + piece.rows] for one in answered.outputs]",
+        "outputs = [one[: piece.rows] for one in answered.outputs]",
         f"{TOGETHER}::test_requests_that_run_together_get_their_own_rows",
     ),
     "the digest of an exported program is not compared": Bug(

@@ -304,7 +304,7 @@ class Runs:
             return
         supervisor.record.note(request)
         if kind_of(request) == "open_data_run":
-            supervisor.data = body_of(request)
+            supervisor.loops.data = body_of(request)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

@@ -1,7 +1,6 @@
 """Standby master: follows the journal of a run, takes over if its master is lost."""
 
 import asyncio
-import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -11,10 +10,7 @@ from typing import Any, Final, Protocol, TypeVar, final
 from jgraph.clock import Clock
 from jgraph.cluster.deadlines import CONTROL_S, bounded_s
 from jgraph.cluster.drain import holding
-from jgraph.cluster.loop_messages import leases_of
 from jgraph.cluster.polling import Polling
-from jgraph.coordination.data.batch_book import BatchBook
-from jgraph.coordination.data.slots import SlotPlan
 from jgraph.coordination.run.election import (
     Election,
     Follow,
@@ -36,10 +32,10 @@ from jgraph.errors import (
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.dial import is_refused
-from jgraph.rpc.frames import body_of, frame, kind_of
+from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.compute_errors import as_error
-from jgraph.server.runs.journal import note_report
+from jgraph.server.runs.journal_replay import JournalReplay
 from jgraph.server.runs.links import wait_reconnected
 from jgraph.server.runs.peers import LoopPeers, check_master
 from jgraph.server.runs.ps_setup import version_if_known
@@ -116,26 +112,15 @@ class Standby:
         self._clock = clock
         self._begins, self._saves = begins, saves
         self.supervisor = RunSupervisor(order, peers, clock)
-        self._frames, self._needed = 0, order.frames
-        self._has_read = asyncio.Event()  # what there was when it was invited
-        if not order.frames:
-            self._has_read.set()
-        self._orders: dict[int, pb.RunLoop] = {}
-        self._arbiter: pb.RunLoop | None = None
-        self._began_s: dict[str, float] = {}
-        self._seen: dict[str, int] = {}
-        """Number of the last report of a loop."""
-        self._data: pb.OpenDataRun | None = None
-        self._book: BatchBook | None = None
-        self._has_begun = self.is_over = False
+        self._replay = JournalReplay(order, self.supervisor)
+        self.is_over = False
         self._named = asyncio.Event()  # the client does not reach the master
-        self._has_more = asyncio.Event()
         self._closed = asyncio.Event()
 
     @property
     def has_read(self) -> bool:
         """Whether all is read that there was when this standby was invited."""
-        return self._has_read.is_set()
+        return self._replay.has_read
 
     @property
     def reader(self) -> "Standby | None":
@@ -150,9 +135,7 @@ class Standby:
         """Waits a while until so much of the journal is read."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_READ_S):
-                while self._frames < frames:
-                    self._has_more.clear()
-                    await self._has_more.wait()
+                await self._replay.wait(frames)
 
     def succeed(self) -> None:
         """Takes the place of a master that a client does not reach, if it is there."""
@@ -304,15 +287,13 @@ class Standby:
         """Reads what others have of the journal, and this standby has not."""
         answers, _ = await self._ask_all(replaced=True)
         for task in election.longer(self.end, answers):
-            self._needed = max(self._needed, answers[task].frames)
+            self._replay.need(answers[task].frames)
             await self._read(task, answers[task].frames)
-        if self._frames < self._needed:
-            self._has_read.clear()
 
     async def _read(self, task: TaskName, until: int) -> None:
         """Reads the journal that a task has, as far as that is known to reach."""
-        query = pb.RunQuery(run=self._order.run, after=self._frames, until=until)
-        if self._frames >= until:
+        query = pb.RunQuery(run=self._order.run, after=self._replay.frames, until=until)
+        if self._replay.frames >= until:
             return
         try:
             entries = self._peers.stream(task, "RunJournal", frame(run_query=query))
@@ -354,7 +335,7 @@ class Standby:
             call = lambda: self._peers.stream(self.master, "DrainHold", nothing)
             async for said in holding(call):
                 if said == "told":
-                    await self._has_read.wait()
+                    await self._replay.wait_whole()
                     what = f"{self.master}, the master, was told to end"
                     leaves.set_result(TaskLeavingError(what, task=self.master))
 
@@ -362,7 +343,9 @@ class Standby:
 
     async def _follow(self) -> JGError:
         """Takes what the master tells; returns how its loss shows."""
-        query = frame(run_query=pb.RunQuery(run=self._order.run, after=self._frames))
+        query = frame(
+            run_query=pb.RunQuery(run=self._order.run, after=self._replay.frames)
+        )
         try:
             async for entry in self._peers.stream(self.master, "RunJournal", query):
                 self._add(entry)
@@ -372,97 +355,10 @@ class Standby:
         return TaskLeavingError(what, task=self.master)
 
     def _add(self, entry: Frame) -> None:
-        self._take(entry)
-        self._frames += 1
-        self._has_more.set()
-        if self._frames >= self._needed:
-            self._has_read.set()
+        self._replay.add(entry)
+        if self.has_read:
             self._before = None
-
-    # ------------------------------------------------------------ the journal
-
-    def _take(self, entry: Frame) -> None:
-        body, record = body_of(entry), self.supervisor.record
-        match kind_of(entry):
-            case "run_loop":
-                order = pb.RunLoop()
-                order.CopyFrom(body)  # it changes with what is told
-                if order.HasField("sync"):
-                    self._arbiter = order
-                else:
-                    self._orders[order.replica] = order
-                self._began_s[order.loop] = order.began_s
-                record.begins(order, order.began_s)
-            case "loop_report" if body.HasField("restored"):
-                self._go_back(body)
-            case "loop_report":
-                self._note(entry)
-                record.again(entry)
-            case "run_table":
-                if self._book is not None:
-                    version = self._order.version
-                    record.position = json.dumps(self._book.position(version))
-                record.end_as(body.runs[0])
-                self.is_over = True
-            case kind:
-                record.note(entry)  # its own standby reads it here
-                self._note_made(kind, entry)
-
-    def _note_made(self, kind: str, entry: Frame) -> None:
-        body = body_of(entry)
-        match kind:
-            case "register_program":
-                self.supervisor.ready.keep(entry)
-            case "open_run":
-                self._rested(body)
-            case "open_data_run":
-                self._open_book(body, self._order.version)
-            case "stop_loop":
-                self.supervisor.stopping = True
-            case "run_query":
-                self._has_begun = True
-
-    def _rested(self, order: pb.OpenRun) -> None:
-        """Takes what is another since a ps was started again."""
-        term, standbys = self._order.term, list(self._order.standbys)
-        self._order.CopyFrom(order)  # perhaps of a master before
-        self._order.master, self._order.incarnation = self.master, self._incarnation
-        self._order.term, self._order.standbys[:] = term, standbys
-        self.supervisor.learn_anew()
-
-    def _go_back(self, report: pb.LoopReport) -> None:
-        """Takes what is another since the run went back to a checkpoint."""
-        restored, info = report.restored, json.loads(self._order.info)
-        steps = restored.back_to - info["first_step"]
-        self.supervisor.record.go_back(restored, steps, report.data_position)
-        self.supervisor.restores = restored.number
-        self.supervisor.copies.began = restored.back_to
-        if self._arbiter is not None:
-            self._arbiter.steps = info["steps"] - restored.back_to
-            self._arbiter.sync.version = restored.back_to
-            self._arbiter.sync.data_position = report.data_position
-        else:
-            self._open_book(restored.data, restored.version)
-
-    def _open_book(self, order: pb.OpenDataRun, updates: int) -> None:
-        plan = SlotPlan.from_dict(json.loads(order.plan))
-        position = json.loads(order.position) if order.position else None
-        self._data = order
-        self._book = BatchBook(plan, position, budget=order.budget, updates=updates)
-
-    def _note(self, report: Frame) -> None:
-        body = body_of(report)
-        self._seen[body.loop] = max(body.number, self._seen.get(body.loop, 0))
-        for order in self._newest():
-            if order.loop == body.loop:
-                note_report(order, report)
-        if self._book is not None:
-            self._book.add(leases_of(body.done))
-
-    def _newest(self) -> list[pb.RunLoop]:
-        """Returns the last order of each replica, and of the arbiter."""
-        arbiter = [] if self._arbiter is None else [self._arbiter]
-        return [*arbiter, *self._orders.values()]
+        self.is_over |= self.end_record is not None
 
     # ------------------------------------------------------------ the succession
 
@@ -476,9 +372,8 @@ class Standby:
           term: of this one; all tasks that answer refuse earlier ones.
           holders: the newest loops of the run, and where they are.
         """
-        run, record, loops = self._order.run, self.supervisor.record, self._newest()
-        has_read = self._has_read.is_set()
-        if has_read and not (loops and self._has_begun):
+        run, record = self._order.run, self.supervisor.record
+        if self.has_read and not self._replay.has_begun:
             _LOG.warning("run '%s' ended with its master before it began", run)
             return
         why, here = error.message.rstrip("."), self._peers.task
@@ -487,14 +382,14 @@ class Standby:
             _LOG.warning("%s. %s is the master of run '%s' now", why, here, run)
         else:
             _LOG.info("%s. %s is the master of run '%s' now", why, here, run)
-        if self._book is not None and has_read:  # until it is dealt out here
-            record.position = json.dumps(self._book.position(self._order.version))
+        if self.has_read:
+            self._replay.note_position()  # until it is dealt out here
         self._order.term = term
         await self._begins(self._order, self.supervisor)
         try:
             self._check_read(holders)
             await check_master(self._peers, run, term)  # perhaps another one was since
-            await self._go_on(loops, term, error)
+            await self._go_on(term, error)
         except FencedError as fenced:  # it goes on elsewhere
             self.supervisor.fail(fenced)
         except Exception as failed:  # noqa: BLE001  # who watches it would wait for ever
@@ -504,11 +399,11 @@ class Standby:
     def _check_read(self, holders: Mapping[str, TaskName]) -> None:
         """Raises ``CopyLostError`` where it is known that the journal goes on."""
         unknown = sorted(
-            holders[loop] for loop in holders.keys() - self._began_s.keys()
+            holders[loop] for loop in holders.keys() - self._replay.began_s.keys()
         )
-        if self._has_read.is_set() and not unknown:
+        if self.has_read and not unknown:
             return
-        why = f"{self._frames} of {self._needed} entries"
+        why = f"{self._replay.frames} of {self._replay.needed} entries"
         if unknown:
             why = f"nothing of a loop on {unknown[0]}"
         raise CopyLostError(
@@ -518,23 +413,27 @@ class Standby:
             task=self.master,
         )
 
-    async def _go_on(self, loops: list[pb.RunLoop], term: int, why: JGError) -> None:
+    async def _go_on(self, term: int, why: JGError) -> None:
         """Ends the loops of the lost master, and begins the next ones."""
+        orders, record = self.supervisor.loops, self.supervisor.record
+        loops = orders.newest
         ends = [self._end_loop(order, term, why) for order in loops]
         names = [order.loop for order in loops]
         states = dict(zip(names, await asyncio.gather(*ends), strict=True))
-        await self._deal(term)
-        self.supervisor.record.term = term
+        if self._replay.deals:
+            updates = await version_if_known(self._peers, self._order)
+            self._replay.deal(self._peers.dealers, f"{self._order.run}~{term}", updates)
+        record.term = term
         for order in loops:
             order.term = term
         self._saves(self._order, self.supervisor)
-        arbiter = self._arbiter
+        arbiter = orders.arbiter
         events = resume_events(
-            {replica: states[o.loop] for replica, o in self._orders.items()},
+            {replica: states[o.loop] for replica, o in orders.replicas.items()},
             None if arbiter is None else states[arbiter.loop],
             stopping=self.supervisor.stopping,
         )
-        self.supervisor.resume(self._orders, arbiter, events)
+        self.supervisor.resume(events)
 
     async def _end_loop(
         self, order: pb.RunLoop, term: int, why: JGError
@@ -548,7 +447,7 @@ class Standby:
             task=task,
             account=True,
             pause=True,
-            after=self._seen.get(order.loop, 0),
+            after=self._replay.last_report(order.loop),
             timeout_s=limit_s,
             run=self._order.run,
             term=term,
@@ -559,7 +458,10 @@ class Standby:
                 timeout_s=stop.timeout_s + 2 * CONTROL_S,
             )
         except JGError as error:
-            if order is self._arbiter and error.details.get("loop") == order.loop:
+            if (
+                order is self.supervisor.loops.arbiter
+                and error.details.get("loop") == order.loop
+            ):
                 return "paused"  # it was never begun, and never will be
             _LOG.warning("%s was lost: %s", task, error.message)
             self.supervisor.record.lost(order, error)
@@ -567,31 +469,12 @@ class Standby:
             return error
         body = body_of(report)
         state, body.state = str(body.state), "running"
-        if state == "failed" and order is self._arbiter:
+        if state == "failed" and order is self.supervisor.loops.arbiter:
             return TaskLostError("the loop that decides had failed", task=task)
-        self.supervisor.record.keep(order, report, self._began_s[order.loop])
-        self._note(report)
+        began_s = self._replay.began_s[order.loop]
+        self.supervisor.record.keep(order, report, began_s)
+        self._replay.note(report)
         return state
-
-    async def _deal(self, term: int) -> None:
-        """Deals out what is not known as done."""
-        if self._data is None or self._book is None:
-            return
-        updates = await version_if_known(self._peers, self._order)
-        rest = pb.OpenDataRun()
-        rest.CopyFrom(self._data)
-        rest.run = f"{self._order.run}~{term}"
-        rest.budget = self._book.remaining
-        rest.position = json.dumps(self._book.position(updates))
-        self._peers.dealers.open(rest)
-        self.supervisor.record.note(frame(open_data_run=rest))
-        self.supervisor.data = rest
-        self.supervisor.record.data_run, self.supervisor.record.position = (
-            rest.run,
-            None,
-        )
-        for order in self._orders.values():
-            order.data_run = rest.run
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T | None:

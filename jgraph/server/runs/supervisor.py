@@ -22,18 +22,15 @@ from jgraph.coordination.run.supervisor import (
     Forget,
     GoBack,
     Instruction,
-    Knocked,
     LeaveOut,
     LoopBegan,
     LoopEnded,
     LoopLost,
     MasterLeaves,
     MemberLeft,
-    NobodyComes,
     Over,
     Pause,
     Prepare,
-    PsGone,
     Rest,
     RestartAsked,
     Restarted,
@@ -41,10 +38,6 @@ from jgraph.coordination.run.supervisor import (
     RoundEnded,
     StopAsked,
     Supervisor,
-    TimePassed,
-    WorkerAnswered,
-    WorkerNotReady,
-    WorkerReady,
 )
 from jgraph.errors import (
     ClusterUnreachableError,
@@ -61,29 +54,26 @@ from jgraph.rpc.transport import Frame
 from jgraph.runtime.compute_errors import as_error
 from jgraph.server.runs.copies import RunCopies
 from jgraph.server.runs.holds import PsHolds
-from jgraph.server.runs.joiners import PREPARE_S, RunJoiners, standing_tasks
 from jgraph.server.runs.journal import Journal, note_report
 from jgraph.server.runs.links import final_report_of
 from jgraph.server.runs.losses import RunLosses
 from jgraph.server.runs.peers import (
     LoopPeers,
     check_master,
-    ready_tasks,
 )
 from jgraph.server.runs.ps_setup import PsSetup
 from jgraph.server.runs.rollback import Rollback, RolledBack, position_of
-from jgraph.server.runs.rounds import next_order, open_round_gates
+from jgraph.server.runs.rounds import LoopOrders, open_round_gates
 from jgraph.server.runs.run_client import Restarters, RunClient
 from jgraph.server.runs.running_loops import RunningLoops
 from jgraph.server.runs.saving.checkpointer import Saved
 from jgraph.server.runs.saving.run_saving import RunSaving
 from jgraph.server.runs.worker_setup import WorkerSetup
+from jgraph.server.runs.workers import RunJoiners, RunWorkers
 
 _LOG = logging.getLogger("jgraph.recover")
 REPLACED: Final = "replaced"
 """State of a run, where its journal is and another master goes on with it."""
-_POLL_S: Final = 0.5
-"""Between two looks: that a worker answers again shows only by asking it."""
 
 
 @final
@@ -100,7 +90,7 @@ class RunSupervisor:
       ready: gives workers what they need.
       stopping: its loops are asked to end.
       copies: what is kept of its ps.
-      data: what is dealt out in asynchronous training, once that is known.
+      loops: what each loop does, and the data.
       restores: how often the run went on from a checkpoint.
       client: that the run ends with; None: it has none.
       saving: has it saved.
@@ -110,31 +100,32 @@ class RunSupervisor:
         self.record = Journal(peers.task, order, clock)
         self._order = order
         self.ready = WorkerSetup(order, peers)
-        self._ps = PsSetup(order, peers, self.ready)
+        ps = PsSetup(order, peers, self.ready)
         self.copies = RunCopies(order, peers, self.ready)
-        self.data: pb.OpenDataRun | None = None
+        self.loops = LoopOrders()
         self._peers = peers
         self._clock = clock
         self._supervisor: Supervisor | None = None
-        self._orders: dict[int, pb.RunLoop] = {}
-        """What the loop of each replica does next, or does."""
-        self._arbiter: pb.RunLoop | None = None
         self._running = RunningLoops(peers)
         self._losses = RunLosses(order, peers)
-        self._number = 0
         restart = lambda: self._handle(RestartAsked())
-        self._holds = PsHolds(peers, self._ps, self.record, restart)
+        self._holds = PsHolds(peers, ps, self.record, restart)
         self.client: RunClient | None = None
         if order.HasField("client"):
             self.client = RunClient(order, self.record, self._client_gone)
         self.ready.client = self.client
         self._restarters = Restarters(self.client)
+        self._joiners = RunJoiners(order, peers, self.ready, self.record, clock)
+        self._workers = RunWorkers(
+            *(self._joiners, self.loops, self.copies, self._losses),
+            *(self._restarters, self._handle, self._do),
+        )
         self.saving = RunSaving(
-            *(order, peers, self.record, self.ready, self._ps, self.client),
+            *(order, peers, self.record, self.ready, ps, self.client),
             *(self._next_name, self._running.ask, self._do),
         )
         self._rollback = Rollback(
-            *(order, peers, self.ready, self._ps, self.copies),
+            *(order, peers, self.ready, ps, self.copies),
             *(self.record, self.saving.source, self.client, clock),
             save_for_client=self.saving.begin_for_client,
             is_stopped=lambda: self.stopping,
@@ -142,11 +133,7 @@ class RunSupervisor:
         self.restores = 0
         self._ordered: list[pb.RunLoop] = []
         self.stopping = self._leaves = False
-        self._looking = False
         self._working: set[asyncio.Task[None]] = set()
-        self._joiners = RunJoiners(order, peers, self.ready, self.record, clock)
-        self._joining: dict[int, tuple[int, asyncio.Task[None]]] = {}
-        self._news = asyncio.Event()  # of who is to be looked for
 
     # ------------------------------------------------------------ from outside
 
@@ -175,8 +162,7 @@ class RunSupervisor:
         row = self.record.row()
         row.of_standby = self.is_of_standby
         if self._supervisor is not None and not self.record.is_over:
-            running = self._supervisor.running
-            row.workers[:] = standing_tasks(self._orders, running)
+            row.workers[:] = self._workers.standing
         return row
 
     def journal_end(self) -> pb.RunRow:
@@ -221,16 +207,18 @@ class RunSupervisor:
     def _begin_ordered(self, order: pb.RunLoop) -> None:
         together = order.HasField("sync") or bool(order.batch_feed)
         if self._supervisor is None:
-            self._supervisor = self._make_supervisor(together=together)
+            self._supervise(together=together)
         if not self.record.is_over:
             self._start(order)
             self._handle(
                 RoundBegan() if order.HasField("sync") else LoopBegan(order.replica)
             )
 
-    def _make_supervisor(self, *, together: bool) -> Supervisor:
+    def _supervise(self, *, together: bool) -> None:
         wait_s, least = self._order.wait_s, self._joiners.least
-        return Supervisor(together=together, wait_s=wait_s, least=least)
+        machine = Supervisor(together=together, wait_s=wait_s, least=least)
+        self._supervisor = machine
+        self._workers.begin(machine)
 
     @property
     def _is_held(self) -> bool:
@@ -264,24 +252,16 @@ class RunSupervisor:
         if self._supervisor is None:  # it never began
             self._end("stopped", None)
 
-    def resume(
-        self,
-        orders: Mapping[int, pb.RunLoop],
-        arbiter: pb.RunLoop | None,
-        events: Iterable[Event],
-    ) -> None:
+    def resume(self, events: Iterable[Event]) -> None:
         """Goes on with the run of a master that was lost.
 
         Args:
-          orders: what the loop of each replica did last.
-          arbiter: likewise the loop that decides; None: training is asynchronous.
-          events: what became of them.
+          events: what became of the loops, which ``loops`` has.
         """
-        self._orders, self._arbiter = dict(orders), arbiter
         self.saving.prepare_halts()
         if self.client is not None:
             self.client.begin()
-        self._supervisor = self._make_supervisor(together=arbiter is not None)
+        self._supervise(together=self.loops.arbiter is not None)
         for event in events:
             self._handle(event)
         self.rearranged()  # some may have left meanwhile
@@ -291,15 +271,14 @@ class RunSupervisor:
         ends = self._supervisor is None or self.record.is_over or self._leaves
         if ends or not self._joiners.is_elastic:
             return
-        known = self._losses.known
-        for replica in self._joiners.leavers(self._orders):
-            self._do(self._lose_member(self._orders[replica]))
+        known, orders = self._losses.known, self.loops.replicas
+        for replica in self._joiners.leavers(orders):
+            self._do(self._lose_member(orders[replica]))
             self._handle(MemberLeft(replica))
-        for order in list(self._orders.values()):
+        for order in list(orders.values()):
             if self._joiners.replaced(order, known.get(TaskName(order.task), "")):
                 self._do(self._lose_member(order))
-        self._news.set()
-        self._seek()
+        self._workers.rearranged()
 
     def fail(self, error: JGError) -> None:
         """Ends the run."""
@@ -325,10 +304,7 @@ class RunSupervisor:
     # ------------------------------------------------------------ loops
 
     def _start(self, order: pb.RunLoop) -> None:
-        if order.HasField("sync"):
-            self._arbiter = order
-        else:
-            self._orders[order.replica] = order
+        self.loops.take(order)
         self._running.begin(order)
         self.saving.began(order)
         self._do(self._follow(order, self.record.seconds))
@@ -352,10 +328,8 @@ class RunSupervisor:
             event = await self._event_of(error, order, last.number, began_s)
         is_known = self._running.end(order)
         self.saving.over(order)
-        sync = order.HasField("sync")
-        newest = self._arbiter if sync else self._orders.get(order.replica)
         # Else a client has begun others, or its end is known already.
-        if order is newest and not is_known:
+        if self.loops.has(order) and not is_known:
             self._handle(event)
 
     async def _event_of(
@@ -422,81 +396,55 @@ class RunSupervisor:
             return
         for instruction in self._supervisor.handle(event, self._clock.now()):
             self._perform(instruction)
-        for replica in set(self._supervisor.former) & self._orders.keys():
-            self._joiners.left(self._orders.pop(replica))
-        self._seek()
-
-    def _seek(self) -> None:
-        """Begins to look for workers, if some are missing or might join."""
-        if self._seeks and not self._looking:
-            self._looking = True
-            self._do(self._look())
-
-    @property
-    def _seeks(self) -> bool:
-        supervisor = self._supervisor
-        if supervisor is None:
-            return False
-        return bool(supervisor.missing or self._strangers)
-
-    @property
-    def _strangers(self) -> list[TaskName]:
-        """Workers that may join, if the run takes any."""
-        supervisor = self._supervisor
-        if supervisor is None or not supervisor.takes_workers or self.record.is_over:
-            return []
-        return self._joiners.strangers(self._orders)
+        self._workers.seek()
 
     def _perform(self, instruction: Instruction) -> None:
-        arbiter = self._arbiter
         match instruction:
-            case Prepare() | Forget():
-                self._perform_for(instruction)
+            case Prepare(replica, joins):
+                self._workers.prepare(replica, joins=joins)
+            case Forget(replica):
+                self._workers.forget(replica)
+            case Rest():
+                self._do(self._restart_ps())
+            case GoBack(error):
+                self._do(self._go_back(error))
+            case Finish():
+                self._do(self._finish())
+            case Over(state, error):
+                self._end(state, error)
+            case _:
+                self._perform_on_loops(instruction)
+
+    def _perform_on_loops(self, instruction: Instruction) -> None:
+        arbiter = self.loops.arbiter
+        match instruction:
             case Begin(replicas):
                 self._begin(replicas)
             case Pause():
                 self._pause()
             case EndLoops():
                 self._end_loops()
-            case Rest():
-                self._do(self._restart_ps())
-            case GoBack(error):
-                self._do(self._go_back(error))
             case LeaveOut(replica) if arbiter is not None:
-                message = pb.StopLoop(lost=self._orders[replica].task)
+                message = pb.StopLoop(lost=self.loops.replicas[replica].task)
                 self._do(self._running.tell(arbiter, message))
-            case Finish():
-                self._do(self._finish())
-            case Over(state, error):
-                self._end(state, error)
-
-    def _perform_for(self, instruction: Prepare | Forget) -> None:
-        self._number += 1
-        replica, number = instruction.replica, self._number
-        match instruction:
-            case Forget():
-                self._forget(replica)
-            case Prepare(_, True):
-                self._joining[replica] = number, self._do(self._join(replica, number))
-            case Prepare():
-                self._do(self._prepare(replica, number))
 
     def _begin(self, replicas: Sequence[int]) -> None:
-        if self._arbiter is not None:
+        if self.loops.arbiter is not None:
             # Known from here on, as it is told what comes while the gates open.
-            self._arbiter = again = self._again(self._arbiter)
+            again = self.loops.again(self.loops.arbiter)
+            self.loops.take(again)
             self._running.begin(again)
             self._do(self._begin_round(again, replicas))
             return
         for replica in replicas:
-            again = self._again(self._orders[replica])
+            again = self.loops.again(self.loops.replicas[replica])
             self.record.begins(again)
             self._start(again)
 
     def _pause(self) -> None:
-        if self._arbiter is not None:
+        if self.loops.arbiter is not None:
             message = pb.StopLoop(pause=True)
-            self._do(self._running.tell(self._arbiter, message))
+            self._do(self._running.tell(self.loops.arbiter, message))
         else:
             self._end_loops()
 
@@ -576,13 +524,13 @@ class RunSupervisor:
           dropped: forget what was made for tasks that came back.
         """
         await self.saving.rest()
-        if self.data is not None:
+        if self.loops.data is not None:
             with suppress(ConfigError):  # it never began
-                self._peers.dealers.close(self.data.run)
+                self._peers.dealers.close(self.loops.data.run)
         self._holds.close()
         if dropped:
             await self.copies.close()
-            for loop in self._newest:
+            for loop in self.loops.newest:
                 if "~" in loop.handle:
                     await self.ready.drop(loop.handle)
 
@@ -593,18 +541,12 @@ class RunSupervisor:
         order.holders.update(self._losses.holders)
         self.record.note(frame(open_run=order))
 
-    @property
-    def _newest(self) -> list[pb.RunLoop]:
-        """The last order of each replica, and of the loop that decides."""
-        return [*self._orders.values(), *filter(None, [self._arbiter])]
-
     def _next_name(self, kind: str) -> str:
-        self._number += 1
-        return f"{kind}.{self.record.term}.{self._number}"
+        return f"{kind}.{self.record.term}.{self.loops.next_number()}"
 
     async def _go_back(self, error: JGError, saved: Saved | None = None) -> None:
         """Goes on from what is kept of the state, with all workers that answer."""
-        world = self._losses.known, self._newest, self._next_name("back")
+        world = self._losses.known, self.loops.newest, self._next_name("back")
         try:
             back = await self._rollback.go_back(error, *world, saved)
         except JGError as hopeless:
@@ -625,21 +567,18 @@ class RunSupervisor:
             told=recovery.is_drain,
         )
         place, remaining = self._place(back), max(0, info["steps"] - step)
-        if self._arbiter is not None:
-            self._arbiter.steps = remaining
-            self._arbiter.sync.version = step
-            self._arbiter.sync.data_position = json.dumps(place)
-        elif self.data is not None:
+        data = self.loops.data
+        if self.loops.arbiter is None and data is not None:
             if back.saved is None or back.saved.position is not None:
                 # Not by updates: a batch that is done again leaves out no other.
-                remaining = max(0, _end_of(self.data) - place["done"])
-            self._deal_again(remaining, place)
-            restoration.data.CopyFrom(self.data)
+                remaining = max(0, _end_of(data) - place["done"])
+            restoration.data.CopyFrom(self._deal_again(remaining, place))
+        self.loops.go_back(step, remaining, json.dumps(place))
         self.record.go_back(restoration, step - info["first_step"], json.dumps(place))
         self._order.version = back.version
         self._note_order()
         self.saving.prepare_halts()
-        for order in list(self._orders.values()):  # one that has left is dropped
+        for order in list(self.loops.replicas.values()):  # one that has left goes
             if order.task in back.left_out:
                 self._handle(LoopLost(order.replica, error))
         if self._is_held:
@@ -648,7 +587,7 @@ class RunSupervisor:
 
     def _place(self, back: RolledBack) -> dict[str, Any]:
         """Returns where in its data a run is that went back."""
-        arbiter, data = self._arbiter, self.data
+        arbiter, data = self.loops.arbiter, self.loops.data
         if back.saved is not None and arbiter is not None:
             return position_of(arbiter.data_plan, back.saved, arbiter.sync.wanted)
         if arbiter is not None:
@@ -660,143 +599,18 @@ class RunSupervisor:
             return position_of(data.plan, back.saved, 1)
         return self._peers.dealers.position(data.run)
 
-    def _deal_again(self, batches: int, place: Mapping[str, Any]) -> None:
-        assert self.data is not None  # of asynchronous training
-        dealers, old = self._peers.dealers, self.data.run
-        data = pb.OpenDataRun()
-        data.CopyFrom(self.data)
-        data.run = f"{self._order.run}~{self._next_name('data')}"
-        data.budget = batches
-        data.position = json.dumps(place)
-        dealers.open(data)
-        dealers.close(old)
-        self.data, self.record.data_run = data, data.run
-        for order in self._orders.values():
-            order.data_run = data.run
-
-    async def _look(self) -> None:
-        """Looks for workers that are missing, as long as there are any."""
-        assert self._supervisor is not None
-        try:
-            while self._seeks:
-                await self._pause_looking()
-                self._handle(TimePassed())
-                due = self._joiners.due(self._orders) if self._strangers else []
-                if not (self._supervisor.missing or due):
-                    continue
-                if (error := await self._losses.unreached_ps()) is not None:
-                    self._handle(PsGone(error))
-                await self._ask_restarters()
-                ready = await ready_tasks(self._peers)
-                for replica in self._supervisor.missing:
-                    if replica not in self._orders:
-                        continue  # it has left meanwhile
-                    task = TaskName(self._orders[replica].task)
-                    if await self._losses.is_back(task, ready):
-                        self._handle(WorkerAnswered(replica))
-                for task in due:
-                    if await self._losses.is_back(task, ready):
-                        self._admit(task)
-        finally:
-            self._looking = False
-            self._losses.unreached.clear()
-
-    async def _pause_looking(self) -> None:
-        """Waits a while, or for news of members."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), _POLL_S)
-        self._news.clear()
-
-    def _admit(self, task: TaskName) -> None:
-        """Lets a worker join the run, if that still takes it."""
-        if task not in self._strangers:
-            return
-        self._number += 1
-        order = self._joiners.admit(task, self._orders, self._number)
-        self._orders[order.replica] = order
-        self._handle(Knocked(order.replica))
-
-    async def _join(self, replica: int, number: int) -> None:
-        """Prepares a worker that joins, within its time."""
-        order = self._orders[replica]
-        try:
-            async with asyncio.timeout(PREPARE_S):
-                ready = await self._make_ready(replica, number)
-        except TimeoutError:
-            ready = False
-            text = "%s was not ready after %g s, and does not take part yet"
-            _LOG.warning(text, order.task, PREPARE_S)
-        if ready:
-            text = f"{order.task} takes part in run '{order.run}'"
-            self._peers.note("joined", text)
-        elif ready is not None:
-            self._joiners.could_not(TaskName(order.task))
-        self._joining.pop(replica, None)
-        if ready is not None:
-            self._handle(WorkerReady(replica) if ready else WorkerNotReady(replica))
-
-    def _forget(self, replica: int) -> None:
-        """Prepares a worker that would join no more."""
-        order = self._orders.pop(replica)
-        self._do(self.ready.drop(order.handle))
-        if (preparing := self._joining.pop(replica, None)) is not None:
-            number, task = preparing
-            task.cancel()
-            self._do(self.ready.drop(self.ready.next_handle(order, number)))
-
-    async def _ask_restarters(self) -> None:
-        """Asks whether somebody starts a worker, if the run has none."""
-        assert self._supervisor is not None
-        if not self._supervisor.is_alone:
-            self._restarters.close()
-            return
-        if not self._restarters.is_asked:
-            try:  # another master may have the run, and the workers
-                await check_master(self._peers, self._order.run, self.record.term)
-            except FencedError as error:
-                self._handle(Failed(error))
-                return
-        what = (
-            f"no worker is left; the run waits up to {self._order.wait_s:g} s for one"
-        )
-        if not self._restarters.is_asked:
-            _LOG.warning(what)
-        workers = [order.task for order in self._orders.values()]
-        if self._restarters.learned(workers, what) is not None:
-            self._handle(NobodyComes())
-
-    async def _prepare(self, replica: int, number: int) -> None:
-        """Prepares a worker that is back."""
-        ready = await self._make_ready(replica, number)
-        if ready is None:
-            return
-        if ready:
-            text = "%s answers again and takes part in the run"
-            _LOG.warning(text, self._orders[replica].task)
-        self._handle(WorkerReady(replica) if ready else WorkerNotReady(replica))
-
-    async def _make_ready(self, replica: int, number: int) -> bool | None:
-        """Gives a worker what its loop needs; None: the run goes on elsewhere."""
-        order = self._orders[replica]
-        try:
-            await check_master(self._peers, order.run, order.term)
-            order.handle = await self.ready.prepare(order, number)
-            await self.copies.admit(order.handle, 0)
-        except FencedError as error:
-            self._handle(Failed(error))
-            return None
-        except JGError as error:  # it went away again; the next look tells
-            _LOG.info("%s does not take part yet: %s", order.task, error.message)
-            return False
-        return True
-
-    def _again(self, order: pb.RunLoop) -> pb.RunLoop:
-        self._number += 1
-        return next_order(order, self._number)
+    def _deal_again(self, batches: int, place: Mapping[str, Any]) -> pb.OpenDataRun:
+        dealers, old = self._peers.dealers, self.loops.data
+        run = f"{self._order.run}~{self._next_name('data')}"
+        data = self.loops.deal(dealers, run, batches, place)
+        self.record.data_run = data.run
+        if old is not None:
+            dealers.close(old.run)
+        return data
 
     async def _begin_round(self, arbiter: pb.RunLoop, replicas: Sequence[int]) -> None:
         """Begins the next round of synchronous training."""
-        orders = [self._again(self._orders[r]) for r in replicas]
+        orders = [self.loops.again(self.loops.replicas[r]) for r in replicas]
         wanted = self._joiners.contributions(arbiter.sync.wanted, len(orders))
         arbiter.sync.wanted = wanted
         try:

@@ -167,7 +167,9 @@ def beginning(door: Ajar, *events: Event) -> RunSupervisor:
     last.sync.shards.append(PS)
     ended = LoopEnded(0, "stopped"), RoundEnded("paused")
     lost = LoopLost(1, TaskLostError("gone"))
-    crew.resume({0: first, 1: second}, last, [lost, *ended, *events])
+    for order in (first, second, last):
+        crew.loops.take(order)
+    crew.resume([lost, *ended, *events])
     return crew
 
 
