@@ -65,6 +65,14 @@ def test_what_several_tests_need_is_in_support_and_imported_from_there() -> None
         assert not found, f"{name(path)}: {found}"
 
 
+def test_folders_of_tests_are_those_of_the_package() -> None:
+    across = {"bad_input", "faults", "fuzz", "planted", "simulation", "support"}
+    package = {path.parent.relative_to(ROOT / "jgraph") for path in PACKAGE}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        folder = path.parent.relative_to(ROOT / "tests")
+        assert folder in package or folder.parts[0] in across, name(path)
+
+
 def test_only_compat_touches_jax_internals() -> None:
     inside = [
         name(path)

@@ -36,7 +36,12 @@ from jgraph import __version__
 from jgraph.errors import ArtifactError
 from jgraph.failpoints import failpoint
 from jgraph.plan.program.nodes import ValueType
-from jgraph.runtime.files.manifest import Leaf, checksum, directory_of
+from jgraph.runtime.files.manifest import (
+    Leaf,
+    checked_body,
+    directory_of,
+    with_checksum,
+)
 from jgraph.runtime.files.shard_files import (
     Slice,
     make_array,
@@ -90,7 +95,7 @@ class ModelManifest:
     def to_json(self) -> str:
         """Returns the manifest as JSON, with a checksum of its own."""
         body = json.loads(json.dumps({"format": FORMAT, **asdict(self)}))
-        return json.dumps({**body, "crc32": checksum(body)}, indent=1, sort_keys=True)
+        return with_checksum(body)
 
     @classmethod
     def from_json(cls, text: str) -> "ModelManifest":
@@ -99,11 +104,7 @@ class ModelManifest:
         Raises:
           ValueError, KeyError, TypeError: it is something else.
         """
-        body = json.loads(text)
-        if body.pop("crc32") != checksum(body):
-            raise ValueError("its checksum is of other content")
-        if body.pop("format") != FORMAT:
-            raise ValueError("it is of the format of another version of jgraph")
+        body = checked_body(text, FORMAT)
         body["arrays"] = {n: _leaf(n, leaf) for n, leaf in body["arrays"].items()}
         body["signatures"] = {
             name: _signature(one, body["arrays"])

@@ -24,16 +24,9 @@ from tests.support.plans import (
     check_plan,
     graph_of,
     nodes_of,
+    variable,
+    vector,
 )
-
-
-def variable(name: str, value: Any, task: str = PS[0]) -> jg.Variable:
-    return jg.Variable(name, jnp.asarray(value), device=task)
-
-
-def vector(n: int = 12) -> Any:
-    return np.linspace(-1, 1, n, dtype=np.float32)
-
 
 # ---------------------------------------------------------------- what crosses
 

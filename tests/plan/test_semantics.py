@@ -29,16 +29,9 @@ from tests.support.plans import (
     graph_of,
     nodes_of,
     segments_per_task,
+    variable,
+    vector,
 )
-
-
-def variable(name: str, value: Any, task: str = PS[0]) -> jg.Variable:
-    return jg.Variable(name, jnp.asarray(value), device=task)
-
-
-def vector(n: int = 12) -> Any:
-    return np.linspace(-1, 1, n, dtype=np.float32)
-
 
 # ---------------------------------------------------------------- no segment needed
 

@@ -198,7 +198,7 @@ BUGS: Final = {
         "plan/lowering/packed.py",
         "if alone.isdisjoint(taken):",
         "if True:",
-        "tests/plan/test_packing.py::"
+        "tests/plan/partition/test_packing.py::"
         "test_variable_that_something_else_takes_by_itself_lies_in_no_flat_array",
     ),
     "a packed update forgets that others lie in the array in another order": Bug(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jgraph as jg
@@ -38,6 +39,14 @@ FAST = {
 EXACT = {**FAST, "xla_disable_hlo_passes": "fusion,algsimp"}
 
 Values = dict[str, Any]
+
+
+def variable(name: str, value: Any, task: str = PS[0]) -> jg.Variable:
+    return jg.Variable(name, jnp.asarray(value), device=task)
+
+
+def vector(n: int = 12) -> Any:
+    return np.linspace(-1, 1, n, dtype=np.float32)
 
 
 def graph_of(

@@ -129,7 +129,7 @@ class Manifest:
         }
         if self.evaluation is not None:
             body["evaluation"] = dict(self.evaluation)
-        return json.dumps({**body, "crc32": checksum(body)}, indent=1, sort_keys=True)
+        return with_checksum(body)
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
@@ -138,11 +138,7 @@ class Manifest:
         Raises:
           ValueError, KeyError, TypeError: it is something else.
         """
-        body = json.loads(text)
-        if body.pop("crc32") != checksum(body):
-            raise ValueError("its checksum is of other content")
-        if body.pop("format") != FORMAT:
-            raise ValueError("it is of the format of another version of jgraph")
+        body = checked_body(text, FORMAT)
         leaves = {
             name: Leaf(
                 tuple(leaf["shape"]),
@@ -238,3 +234,31 @@ def damaged(path: Path, what: str, leaves: list[str]) -> CheckpointCorruptError:
 def checksum(body: Mapping[str, Any]) -> int:
     """Returns the checksum of a manifest without its own."""
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+def with_checksum(body: Mapping[str, Any]) -> str:
+    """Returns JSON with a checksum of its own, as ``checked_body`` reads it.
+
+    Example:
+      >>> checked_body(with_checksum({"format": 2, "step": 3}), 2)
+      {'step': 3}
+    """
+    return json.dumps({**body, "crc32": checksum(body)}, indent=1, sort_keys=True)
+
+
+def checked_body(text: str, version: int) -> dict[str, Any]:
+    """Returns what ``with_checksum`` was given, without its format.
+
+    Args:
+      text: of a file.
+      version: of the format that this version of jgraph reads.
+
+    Raises:
+      ValueError, KeyError, TypeError: it is something else.
+    """
+    body: dict[str, Any] = json.loads(text)
+    if body.pop("crc32") != checksum(body):
+        raise ValueError("its checksum is of other content")
+    if body.pop("format") != version:
+        raise ValueError("it is of the format of another version of jgraph")
+    return body

@@ -63,9 +63,8 @@ from jgraph.server.runs.peers import (
 )
 from jgraph.server.runs.ps_setup import PsSetup
 from jgraph.server.runs.rollback import Rollback, RolledBack, position_of
-from jgraph.server.runs.rounds import LoopOrders, open_round_gates
 from jgraph.server.runs.run_client import Restarters, RunClient
-from jgraph.server.runs.running_loops import RunningLoops
+from jgraph.server.runs.run_loops import LoopOrders, RunningLoops, open_round_gates
 from jgraph.server.runs.saving.checkpointer import Saved
 from jgraph.server.runs.saving.run_saving import RunSaving
 from jgraph.server.runs.worker_setup import WorkerSetup

@@ -28,8 +28,8 @@ from jgraph.server.runs.copies import RunCopies
 from jgraph.server.runs.journal import Journal
 from jgraph.server.runs.losses import RunLosses
 from jgraph.server.runs.peers import LoopPeers, check_master, ready_tasks
-from jgraph.server.runs.rounds import LoopOrders
 from jgraph.server.runs.run_client import Restarters
+from jgraph.server.runs.run_loops import LoopOrders
 from jgraph.server.runs.worker_setup import WorkerSetup
 
 _LOG = logging.getLogger("jgraph.recover")

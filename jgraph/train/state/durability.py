@@ -22,8 +22,6 @@ Durability: TypeAlias = Literal["checkpoint", "replica", "log"]
 """What outlives the loss of a ps: see ``AsyncPS``."""
 
 DURABILITIES: Final[tuple[Durability, ...]] = get_args(Durability)
-Home: TypeAlias = tuple[TaskName, str]
-"""The task and the container that have what a ps held last."""
 
 
 def check_durability(durability: object) -> None:

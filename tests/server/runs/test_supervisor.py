@@ -20,7 +20,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
-from jgraph.server.runs import running_loops
+from jgraph.server.runs import run_loops
 from jgraph.server.runs.copies import RunCopies
 from jgraph.server.runs.journal import Journal
 from jgraph.server.runs.peers import LoopPeers
@@ -223,7 +223,7 @@ def test_row_that_never_begins_as_a_gate_does_not_open_is_told_nothing(
 def test_loop_that_says_that_its_master_was_replaced_is_told_once(
     is_replaced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running_loops, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(run_loops, "_AGAIN_S", 0.0)
 
     async def main() -> None:
         door = Ajar()
