@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jgraph.cli.options import Json, say
+from jgraph.errors import ConfigError
 
 if TYPE_CHECKING:
     from jgraph.launch.kubernetes import Manifest
@@ -28,13 +29,24 @@ def _group() -> None:
 @slurm.command("render")
 def render_slurm(
     program: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(help="After --: the command to run on the first node."),
-    ],
+    ] = None,
     ps: Ps = 1,
     workers: Workers = 2,
     name: Called = "jgraph",
     port: Port = 8470,
+    spare: Annotated[
+        int,
+        typer.Option(min=0, help="Further workers, which may join later: see --join."),
+    ] = 0,
+    join: Annotated[
+        Path | None,
+        typer.Option(
+            help="Print a script of workers alone, which join the cluster of a job "
+            "that runs: its directory, jgraph-JOBID, with certificates to --spare."
+        ),
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -48,10 +60,27 @@ def render_slurm(
     as_json: Json = False,
 ) -> None:
     """Print a script for sbatch that starts the tasks and then your program."""
-    from jgraph.launch.slurm import SlurmJob
+    from jgraph.launch.slurm import SlurmJob, SlurmWorkers
 
-    text = SlurmJob(program, ps, workers, name, port, option or (), wait).script()
+    options = option or ()
+    if join is not None:
+        _check_only_joins(program, spare)
+        text = SlurmWorkers(str(join), workers, name, options).script()
+    else:
+        made = SlurmJob(program or (), ps, workers, name, port, options, wait, spare)
+        text = made.script()
     say({"script": text}, text.rstrip(), as_json=as_json)
+
+
+def _check_only_joins(program: list[str] | None, spare: int) -> None:
+    """Refuses what does not go with --join."""
+    for given, what in [(program, "a program"), (spare, "--spare")]:
+        if given:
+            raise ConfigError(
+                f"--join does not go with {what}: those that join train for the "
+                "program of the first job, which made their certificates; write "
+                "jgraph slurm render --join jgraph-JOBID --workers 2"
+            )
 
 
 @k8s.command("render")

@@ -1,4 +1,7 @@
-"""A batch script for Slurm: servers on all nodes, then the user's program."""
+"""Batch scripts for Slurm: servers on all nodes, then the user's program; more workers.
+
+The second script is of a job of its own, whose tasks join the cluster of the first.
+"""
 
 import shlex
 from collections.abc import Sequence
@@ -34,7 +37,7 @@ addresses() {{
   echo "[tls]"
   echo 'dir = "certs"'
 }} > "$run/cluster.toml"
-jgraph certs "$run/certs" --cluster "$run/cluster.toml" > "$run/certs.txt"
+jgraph certs "$run/certs" --cluster "$run/cluster.toml"{spare} > "$run/certs.txt"
 
 srun --kill-on-bad-exit=0 --output="$run/server-%t.log" \\
   jgraph server --cluster "$run/cluster.toml" --bind 0.0.0.0 &
@@ -43,6 +46,7 @@ trap 'kill "$servers" && wait "$servers" || true' EXIT
 
 export JGRAPH_TLS="$run/certs"
 export JGRAPH_TARGET="jgraphs://${{hosts[0]}}:{port}"
+echo "$JGRAPH_TARGET" > "$run/target"
 for ((attempt = 0; attempt < {attempts}; attempt++)); do
   jgraph status "$JGRAPH_TARGET" --tls-dir "$JGRAPH_TLS" &> "$run/status.txt" && break
   kill -0 "$servers" || {{ cat "$run"/server-*.log >&2; exit 1; }}
@@ -66,6 +70,7 @@ class SlurmJob:
       port: the first task's; each other has the next one, so several fit on a node.
       options: further options of ``sbatch``, such as ``--time=1:00:00``.
       wait_s: how long tasks may take to start.
+      spare: so many workers may join the cluster later; see ``SlurmWorkers``.
 
     Raises:
       ConfigError: no task or no program.
@@ -78,6 +83,7 @@ class SlurmJob:
     port: int = 8470
     options: Sequence[str] = ()
     wait_s: int = 120
+    spare: int = 0
 
     def __post_init__(self) -> None:
         if self.ps + self.workers < 1:
@@ -103,4 +109,60 @@ class SlurmJob:
             port=self.port,
             attempts=max(1, self.wait_s // 2),
             program=shlex.join(self.program),
+            spare=f" --spare {self.spare}" if self.spare else "",
+        )
+
+
+_JOINS: Final = """\
+#!/bin/bash
+{directives}
+
+# Starts {workers} worker(s), one process each, that join the cluster of another job,
+# whose directory is on a disk that all nodes share. Each leaves the cluster in order
+# when this job is cancelled, and hands over what it has not done.
+set -euo pipefail
+umask 077
+run={directory}
+target=$(<"$run/target")
+exec srun --kill-on-bad-exit=0 --output="$run/workers-$SLURM_JOB_ID-%t.log" \
+  jgraph server --job worker --join "$target" --tls-dir "$run/certs" --bind 0.0.0.0
+"""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SlurmWorkers:
+    """What a batch job is to start that gives a cluster more workers.
+
+    Attributes:
+      directory: of the job that the cluster is of; it has certificates to spare.
+      workers: how many.
+      name: of the job.
+      options: further options of ``sbatch``.
+
+    Raises:
+      ConfigError: no worker.
+
+    Example:
+      >>> script = SlurmWorkers("jgraph-1234", 2).script()
+      >>> script.splitlines()[1:3]
+      ['#SBATCH --job-name=jgraph', '#SBATCH --ntasks=2']
+    """
+
+    directory: str
+    workers: int
+    name: str = "jgraph"
+    options: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ConfigError("no worker would join; give --workers 1")
+
+    def script(self) -> str:
+        """Returns the text of the script."""
+        first = f"--job-name={self.name}", f"--ntasks={self.workers}"
+        return _JOINS.format(
+            directives="\n".join(f"#SBATCH {o}" for o in (*first, *self.options)),
+            workers=self.workers,
+            directory=shlex.quote(self.directory),
         )

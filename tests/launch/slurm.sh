@@ -36,6 +36,7 @@ trap 'kill "$servers" && wait "$servers" || true' EXIT
 
 export JGRAPH_TLS="$run/certs"
 export JGRAPH_TARGET="jgraphs://${hosts[0]}:8470"
+echo "$JGRAPH_TARGET" > "$run/target"
 for ((attempt = 0; attempt < 60; attempt++)); do
   jgraph status "$JGRAPH_TARGET" --tls-dir "$JGRAPH_TLS" &> "$run/status.txt" && break
   kill -0 "$servers" || { cat "$run"/server-*.log >&2; exit 1; }

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from jgraph.errors import ConfigError
-from jgraph.launch.slurm import SlurmJob
+from jgraph.launch.slurm import SlurmJob, SlurmWorkers
+from tests.support.cli import run
 
 HERE = Path(__file__).parent
 SMALL = SlurmJob(["python", "train.py", "--name", "a b"], 1, 2, options=["--time=1:00"])
@@ -51,6 +52,18 @@ def test_bash_reads_the_script() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_bash_reads_the_script_of_workers_that_join() -> None:
+    script = SlurmWorkers("a b/jgraph-7", 2, options=["--time=1:00"]).script()
+    done = subprocess.run(
+        ["bash", "-n"], input=script, text=True, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "run='a b/jgraph-7'" in script
+    assert "#SBATCH --time=1:00" in script
+    with pytest.raises(ConfigError, match="no worker would join"):
+        SlurmWorkers("jgraph-7", 0)
+
+
 def test_a_job_that_is_queued_again_has_a_directory_of_its_own(tmp_path: Path) -> None:
     head, _, _ = SMALL.script().partition("\n# Hosts")
     given = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
@@ -72,7 +85,7 @@ def test_what_cannot_be_is_refused(
 
 @pytest.mark.nightly
 @pytest.mark.procs
-def test_the_script_starts_servers_runs_the_program_and_ends_them(
+def test_the_scripts_start_servers_let_a_worker_join_and_end_them(
     tmp_path: Path,
 ) -> None:
     tools = tmp_path / "bin"
@@ -83,20 +96,29 @@ def test_the_script_starts_servers_runs_the_program_and_ends_them(
     for name, text in (("jgraph", jgraph), ("srun", srun)):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
+    more = tmp_path / "more.sh"
+    more.write_text(SlurmWorkers(str(tmp_path / "jgraph-7"), 2).script())
     (tmp_path / "train.py").write_text(
-        "import os, jgraph as jg\n"
+        "import os, subprocess, jgraph as jg\n"
+        "from tests.support.waiting import wait_until\n"
         "target, tls = os.environ['JGRAPH_TARGET'], os.environ['JGRAPH_TLS']\n"
         "with jg.connect(target, tls=tls) as cluster:\n"
         "    print(cluster.tasks(), cluster.session().run(lambda x: x + 1, 1.0))\n"
+        f"    second = subprocess.Popen(['bash', '{more}'])\n"
+        "    wait_until(lambda: len(cluster.renewed_tasks('worker')) == 3, 60)\n"
+        "    second.terminate()\n"
+        "    wait_until(lambda: len(cluster.renewed_tasks('worker')) == 1, 60)\n"
+        "    print('they left', second.wait(30))\n"
     )
     program = [sys.executable, str(tmp_path / "train.py")]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = min(free.getsockname()[1], 65000)
     script = tmp_path / "job.sh"
-    script.write_text(SlurmJob(program, 1, 1, port=port).script())
+    script.write_text(SlurmJob(program, 1, 1, port=port, spare=3).script())
     environ = os.environ | {
         "PATH": f"{tools}:{os.environ['PATH']}",
+        "PYTHONPATH": str(HERE.parents[1]),
         "SLURM_SUBMIT_DIR": str(tmp_path),
         "SLURM_JOB_ID": "7",
     }
@@ -106,8 +128,24 @@ def test_the_script_starts_servers_runs_the_program_and_ends_them(
         text=True,
         capture_output=True,
         check=False,
-        timeout=110,
+        timeout=170,
     )
     assert done.returncode == 0, done.stderr
     assert "['/job:ps/task:0', '/job:worker/task:0'] 2.0" in done.stdout
+    assert "they left" in done.stdout
     assert "ready" in (tmp_path / "jgraph-7/status.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--", "python", "train.py"], "does not go with a program"),
+        (["--spare", "2"], "does not go with --spare"),
+    ],
+)
+def test_those_that_join_have_no_program_and_make_no_certificates(
+    capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    code, out, err = run(capsys, "slurm", "render", "--join", "jgraph-7", *words)
+    assert (code, out) == (1, "")
+    assert says in " ".join(err.split())
