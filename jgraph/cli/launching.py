@@ -67,8 +67,8 @@ def render_slurm(
         _check_only_joins(program, spare)
         text = SlurmWorkers(str(join), workers, name, options).script()
     else:
-        made = SlurmJob(program or (), ps, workers, name, port, options, wait, spare)
-        text = made.script()
+        job = SlurmJob(program or (), ps, workers, name, port, options, wait, spare)
+        text = job.script()
     say({"script": text}, text.rstrip(), as_json=as_json)
 
 

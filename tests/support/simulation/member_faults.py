@@ -1,6 +1,7 @@
 """Faults of runs whose workers join and leave: by chance, or one kind after another."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -11,6 +12,8 @@ from tests.support.simulation.run_faults import Injected
 
 Faults: TypeAlias = Callable[[ElasticWorld], Awaitable[None]]
 
+STANDBYS_S: Final = 4.0
+"""After so long a run has two standbys again."""
 BEFORE_READY: Final = tuple(way for way in WAYS if way != "begins")
 """How one fails of which no run has heard yet."""
 OF_MEMBERS: Final = (
@@ -32,6 +35,8 @@ class ElasticFaults(Injected):
     """Brings about what may become of members, and other faults."""
 
     kinds: tuple[str, ...] = (*OF_MEMBERS, *KILLS, *OF_MEMBERS)
+    asked_s: float = -math.inf
+    """When a worker was told to leave."""
 
     async def all(self) -> None:
         """Brings more about than may happen to a run whose workers stay."""
@@ -41,9 +46,11 @@ class ElasticFaults(Injected):
             if world.state() != "running":
                 return
             fault = chance.choice(self.kinds)
+            if fault in KILLS and world.clock.now() < self.asked_s + STANDBYS_S:
+                continue  # a standby may have left
             await self.one(fault)
             if fault in KILLS:
-                await asyncio.sleep(4.0)  # until there are two standbys again
+                await asyncio.sleep(STANDBYS_S)
 
     async def one(self, fault: str) -> None:
         """Brings one about."""
@@ -71,6 +78,7 @@ class ElasticFaults(Injected):
         staying = world.staying()
         if len(staying) < 2:
             return
+        self.asked_s = world.clock.now()
         world.asks_to_leave(world.chance.choice(staying))
         await asyncio.sleep(world.chance.uniform(0.0, 2.0))
         if fault == "leave and join":

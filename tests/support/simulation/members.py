@@ -137,6 +137,8 @@ class ElasticWorld(RunWorld):
         """A registrar that was started again asks the others, and is told at once."""
         known = [one.arrangement for one in self.processes.values() if one.alive]
         newest = max(known, key=lambda one: one.number)
+        for member in newest.members.values():  # nobody heard that it was given up
+            self.removed.pop(member.incarnation, None)
         machine.handle(Adopted(newest), self.clock.now())
         self.at(self.registrar).arrange(newest)
 
@@ -299,6 +301,13 @@ class ElasticWorld(RunWorld):
 
     # ------------------------------------------------------------ what becomes of them
 
+    def tear(self) -> None:
+        """As in any run; more workers than it began with may have a step under way."""
+        super().tear()
+        if self.durability != "checkpoint":
+            workers = [t for t in self.tasks if is_worker(t) and self.is_up(t)]
+            self.torn += max(0, len(workers) - self.workers)
+
     def kill(self, task: TaskName, away_s: float) -> None:
         """SIGKILL; a process that had joined joins anew."""
         process = self.processes.get(task)
@@ -320,7 +329,8 @@ class ElasticWorld(RunWorld):
             key=lambda one: one.number,
             default=self.described,
         ).members
-        if task in members and not members[task].leaves:
+        # Nor one whose index another has.
+        if task in members and members[task] == self.described.members[task]:
             super().start_again(task)
 
     async def freeze(self, task: TaskName, seconds: float) -> None:

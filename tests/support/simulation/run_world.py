@@ -50,6 +50,9 @@ UPDATES: Final = 40
 EVERY: Final = 10
 """Updates between two saves."""
 _MOST_S: Final = 900.0
+AT_ONCE_S: Final = 0.5
+"""Two standbys that hear at once that a master leaves may both take over: the later
+term counts."""
 HEARD_S: Final = 1.0
 """After so long without another master the client names the one that it misses."""
 
@@ -245,7 +248,8 @@ class RunWorld:
         if method == "InheritRun" and src is not None and self.masters:
             first = self.terms.setdefault(body.term, src)
             assert first is src, f"two masters have the term {body.term}"
-            self.invites(src)
+            if body.term == max(self.terms):  # else another has taken over since
+                self.invites(src)
 
         async def last() -> Frame:
             await there.awake()
@@ -273,6 +277,7 @@ class RunWorld:
         if master not in self.masters:
             self.note(f"{master.task} is the master")
             is_gone = not last.alive or last.leaves
+            is_gone |= self.clock.now() - self.led_since < AT_ONCE_S
             assert self.named or is_gone, f"{last.task} is there, and replaced"
             self.masters.append(master)
             self.led_since = self.clock.now()
