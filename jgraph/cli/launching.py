@@ -74,8 +74,8 @@ def render_slurm(
 
 def _check_only_joins(program: list[str] | None, spare: int) -> None:
     """Refuses what does not go with --join."""
-    for given, what in [(program, "a program"), (spare, "--spare")]:
-        if given:
+    for value, what in [(program, "a program"), (spare, "--spare")]:
+        if value:
             raise ConfigError(
                 f"--join does not go with {what}: those that join train for the "
                 "program of the first job, which made their certificates; write "
