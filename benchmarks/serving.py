@@ -5,7 +5,8 @@ answered. What is compared takes turns. ``--rows``: the rows of the table of fig
 that there are: requests of an empty model against an echo of the same bytes (1), rows
 computed together against one by one on a model of 1 ms and on a small one (3), p99 and
 failed requests while versions come, against before (4), seconds from the commit of a
-version of 100 MB to its first answer (5), and from nothing to the first answer (8).
+version of 100 MB to its first answer (5), answers from parameters in training (6 and 7,
+see ``serving_live``), and from nothing to the first answer of a small model (8).
 """
 
 import asyncio
@@ -26,7 +27,7 @@ import numpy as np
 import psutil
 
 import jgraph as jg
-from benchmarks import measure
+from benchmarks import measure, serving_live
 from benchmarks.peer_process import ROOT
 from jgraph.serving._pb import inference_pb2 as pb
 
@@ -52,12 +53,15 @@ def main(args: Sequence[str] | None = None) -> None:
         rates = noop_and_batching(models / "rates", a)
         rolled = swap(models / "swap", a)
         loaded_s = large(models / "large", a)
+        live = serving_live.live(a)
     if not a.rows:
         return
     measure.emit_row(1, rates["noop"], "x")
     measure.emit_row(3, rates["batched"], "x")
     measure.emit_row(4, [rolled["p99_ratio"], rolled["failed"]], "x, requests")
     measure.emit_row(5, loaded_s, "s")
+    measure.emit_row(6, [*live["p50_ms"], live["kept"]], "ms, x")
+    measure.emit_row(7, [live["row"], live["dense"]], "s")
     measure.emit_row(8, rates["cold_s"], "s")
 
 
@@ -84,9 +88,12 @@ def noop_and_batching(models: Path, a: Any) -> dict[str, Any]:
     for name, width, layers in (("small", 16, 2), ("large", WIDE, 2)):
         mlp(models, name, width=width, layers=layers)
         mlp(models, f"{name}_alone", width=width, layers=layers, options=alone)
-    began = time.perf_counter()
+    mlp(models.with_name("cold"), "small", width=16, layers=2)
+    cold = [cold_start(models.with_name("cold")) for _ in range(a.rounds)]
+    told = measure.spread("s", cold, 2)
+    measure.emit("serving", what="cold start", **told)
+    cold_s = told["s"]
     with served(models) as server, echoing() as port:
-        cold_s = round(time.perf_counter() - began, 2)
         ratios = []
         for clients in (1, 16):
             noop = calls(f"127.0.0.1:{server.grpc_port}", server, "noop", 16)
@@ -110,6 +117,15 @@ def noop_and_batching(models: Path, a: Any) -> dict[str, Any]:
     return {"cold_s": cold_s, "noop": ratios, "batched": batched}
 
 
+def cold_start(models: Path) -> float:
+    """Seconds from the start of a process until it has answered the first request."""
+    began = time.perf_counter()
+    with served(models) as server:
+        call = calls(f"127.0.0.1:{server.grpc_port}", server, "small", 16)
+        asyncio.run(latencies(call, 1, 0.0))
+        return time.perf_counter() - began
+
+
 def batching(server: Any, name: str, a: Any) -> float:
     """How much faster 64 callers are answered together than one by one."""
     width = WIDE if name == "large" else 16
@@ -126,17 +142,29 @@ def batching(server: Any, name: str, a: Any) -> float:
 
 
 def swap(models: Path, a: Any) -> dict[str, Any]:
-    """The 99th percentile while new weights come, against before; failed requests."""
-    mlp(models, "m", width=64, layers=2)
+    """The 99th percentile while new weights come, against before; failed requests.
+
+    They are exported beforehand, and renamed into the directory: an export takes one of
+    the cores, wherever it is made.
+    """
+    drafts = models.with_name("drafts")
+    for _ in range(a.versions + 1):
+        mlp(drafts, "m", width=64, layers=2)
+    (models / "m").mkdir(parents=True)
+
+    def commit(number: int) -> None:
+        (drafts / "m" / f"{number}").rename(models / "m" / f"{number}")
+
+    commit(1)
     with served(models) as server:
         call = calls(f"127.0.0.1:{server.grpc_port}", server, "m", 64)
-        before = asyncio.run(latencies(call, 4, a.seconds))
+        before = asyncio.run(latencies(call, 4, a.seconds * a.versions))
 
         async def rolling() -> list[float]:
             asked = asyncio.create_task(latencies(call, 4, a.seconds * a.versions))
-            for _ in range(a.versions):
-                await asyncio.to_thread(mlp, models, "m", width=64, layers=2)
-                await asyncio.sleep(a.seconds / 2)
+            for number in range(a.versions):
+                commit(number + 2)
+                await asyncio.sleep(a.seconds * 0.9)
             return await asked
 
         during = asyncio.run(rolling())

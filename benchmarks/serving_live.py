@@ -28,6 +28,7 @@ from flax import nnx
 import jgraph as jg
 from benchmarks import measure
 from benchmarks.peer_process import ROOT
+from jgraph.cluster.polling import Polling
 from jgraph.serving._pb import inference_pb2 as pb
 
 INFER: Final = "/inference.GRPCInferenceService/ModelInfer"
@@ -72,7 +73,8 @@ def live(a: Any) -> dict[str, Any]:
         beside = measure.spread("p50_ms", beside_ms, 2)
         measure.emit("serving", what="live, training", per_s=PER_S, **kept, **beside)
         fresh = {kind: float(ask(f"fresh {kind}")) for kind in ("row", "dense")}
-        measure.emit("serving", what="freshness", refresh_s=REFRESH_S, **fresh)
+        told = {f"{kind}_s": seconds for kind, seconds in fresh.items()}
+        measure.emit("serving", what="freshness", refresh_s=REFRESH_S, **told)
     return {"p50_ms": list(p50.values()), "kept": kept["kept"], **fresh}
 
 
@@ -206,12 +208,16 @@ def host() -> None:
 
 
 def steps_per_s(run: Any, seconds: float) -> float:
-    """Steps a second of a run, which is ended; its first half second does not count."""
+    """Steps a second of a run, which is ended; its first quarter does not count."""
     if seconds:
         threading.Event().wait(seconds)
+    polling = Polling(0.05, 60)
+    while run.last_report is None or len(run.metrics("loss")["seconds"]) < 40:
+        if not polling.wait():
+            raise RuntimeError(f"the run has not made 40 steps: {run}")
     run.stop()
     times = run.wait().metrics("loss")["seconds"]
-    times = times[times > 0.5]
+    times = times[times > times[-1] / 4]
     return float((len(times) - 1) / (times[-1] - times[0]))
 
 

@@ -44,6 +44,8 @@ from jgraph.serving.statistics import Statistics
 
 SHORT_S: Final = 0.002
 """What takes less runs on the event loop."""
+ALONE_S: Final = 0.0001
+"""What takes less runs for each request: to wait for others would cost more."""
 
 
 @final
@@ -225,8 +227,10 @@ class FunctionQueue:
             except Exception as error:  # noqa: BLE001  # is told to whoever asked
                 outputs = error
             self._done(run, ready, outputs)
-            # Not at once: requests that have come meanwhile are read first.
-            loop.call_soon(self._free, run.slot)
+            if self._took_s[run.bucket] < ALONE_S:
+                self._free(run.slot)
+            else:  # requests that have come meanwhile are read first
+                loop.call_soon(self._free, run.slot)
             return
         else:
             future = loop.run_in_executor(self._threads, function, inputs)

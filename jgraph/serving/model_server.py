@@ -4,6 +4,8 @@ import asyncio
 import json
 import logging
 import os
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -39,6 +41,8 @@ from jgraph.view import markup
 _LOG = logging.getLogger("jgraph.serving")
 MAX_MESSAGE: Final = 64 << 20
 MAX_CONNECTIONS: Final = 1024
+LOADER_NICE: Final = 10
+"""Priority of what loads versions, beside requests: as of ``nice``."""
 GRACE_S: Final = 10.0
 """Requests under way are answered by then, or the server ends without."""
 TLSFiles: TypeAlias = tuple[str | os.PathLike[str], str | os.PathLike[str]]
@@ -116,7 +120,7 @@ class ModelServer:
         self.token = _token(token_file)
         self._cache = CompileCache()
         self._clock = SystemClock()
-        self._loader = ThreadPoolExecutor(1, "jgraph-load")
+        self._loader = ThreadPoolExecutor(1, "jgraph-load", yield_to_others)
         self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), "jgraph-serve")
         self._models = Models(self._clock)
         self._tasks: list[asyncio.Task[Any]] = []
@@ -430,6 +434,16 @@ def serve(path: str | Path, **options: Any) -> ModelServer:
       jgraph.errors.ConfigError: JG-124 there is no directory ...
     """
     return ModelServer(path, **options)
+
+
+def yield_to_others() -> None:
+    """Lets other threads of this process go first, where the system can tell threads.
+
+    On Linux a priority belongs to a thread.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOADER_NICE)
 
 
 def _models_in(path: Path) -> list[Path]:

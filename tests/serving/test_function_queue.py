@@ -133,3 +133,30 @@ def test_the_rest_of_a_request_whose_first_rows_failed_is_dropped() -> None:
             return await queue.answer([np.ones(1, np.float32)], 1, deadline)
 
     assert asyncio.run(ask()).outputs[0].tolist() == [2.0]
+
+
+def test_what_takes_no_time_runs_for_each_request_and_waits_for_no_other() -> None:
+    sizes: list[int] = []
+
+    def code(x: Array) -> Sequence[Any]:
+        sizes.append(len(x))
+        return [x * 2]
+
+    class Still:
+        """A clock by which everything takes no time."""
+
+        def now(self) -> float:
+            return 1.0
+
+    async def ask() -> list[Any]:
+        with ThreadPoolExecutor(1) as threads:
+            function = LoadedFunction(SIGNATURE, code, ())
+            clock = Still()
+            queue = FunctionQueue(function, Limits(), Statistics(), clock, threads)
+            queue.warm([np.ones(1, np.float32)])
+            sizes.clear()
+            x = np.ones(1, np.float32)
+            return await asyncio.gather(*(queue.answer([x], 1, 5.0) for _ in range(3)))
+
+    assert [one.outputs[0].tolist() for one in asyncio.run(ask())] == [[2.0]] * 3
+    assert sizes == [1, 1, 1]
