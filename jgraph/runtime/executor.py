@@ -15,7 +15,6 @@ import numpy as np
 
 from jgraph.coordination.timeline.node_times import END, READY, START
 from jgraph.errors import MalformedMessageError
-from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.nodes import (
     ConstNode,
@@ -348,8 +347,6 @@ class StepRun:
             self._stamps[3 * index + START] = self._now()
         values = [np.asarray(self._values[v]) for v in node.values]
         self._shell.send(node.dst, self.step, node.key, values)
-        if self._feeds:
-            failpoint("push.sent")
 
     def _padded(self, value: int) -> Any:
         return padded(self._values[value], self._loaded.partition.values[value])

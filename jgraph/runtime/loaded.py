@@ -9,19 +9,15 @@ from typing import Any, final
 import numpy as np
 
 from jgraph.errors import InvalidProgramError
-from jgraph.graph.ir import TaskName
 from jgraph.plan.program.nodes import (
     AggregateNode,
-    ConstNode,
     ContributeNode,
-    FeedNode,
     FetchNode,
     LookupNode,
     Node,
     ReadNode,
     RecvNode,
     SegmentNode,
-    SendNode,
     UnpackNode,
     ValueId,
     ValueType,
@@ -58,7 +54,6 @@ class LoadedPartition:
       followers: per node, the nodes that name it in ``after``.
       costs: per node, what running it has cost so far.
       owned: values that a segment makes for one use only.
-      fed: tasks that are sent what is there when a step begins.
       releases: per node, the nodes that wait for it or what it makes, and for how much.
       taken_alone: per node, the values that it takes and no other node.
       taken_by_more: per node, those that others take too.
@@ -78,7 +73,6 @@ class LoadedPartition:
     followers: tuple[tuple[int, ...], ...]
     costs: tuple[Cost, ...]
     owned: frozenset[ValueId]
-    fed: frozenset[TaskName]
     releases: tuple[tuple[tuple[int, int], ...], ...]
     taken_alone: tuple[tuple[ValueId, ...], ...]
     taken_by_more: tuple[tuple[ValueId, ...], ...]
@@ -136,7 +130,6 @@ def load_partition(
             for value in node.outs
             if uses[value] == 1
         ),
-        _fed(partition),
         tuple(tuple(waiting.items()) for waiting in releases),
         tuple(alone),
         tuple(more),
@@ -219,17 +212,6 @@ def _in_turn(partition: Partition) -> Iterator[bool]:
             or (of_others and isinstance(node, SegmentNode))
             or changes_state(partition, node)
         )
-
-
-def _fed(partition: Partition) -> frozenset[TaskName]:
-    known = {
-        node.out for node in partition.nodes if isinstance(node, FeedNode | ConstNode)
-    }
-    return frozenset(
-        node.dst
-        for node in partition.nodes
-        if isinstance(node, SendNode) and known.issuperset(node.values)
-    )
 
 
 def _after(node: Node) -> tuple[int, ...]:

@@ -246,10 +246,6 @@ class TaskRuntime:
         """Returns every task with a part in the steps of ``handle``."""
         return self._registered(handle).participants
 
-    def fed(self, handle: str) -> frozenset[TaskName]:
-        """Returns the tasks that feeds and constants of ``handle`` go to at once."""
-        return self._registered(handle).loaded.fed
-
     def check_feeds(self, handle: str, feeds: Mapping[str, Any]) -> None:
         """See ``jgraph.runtime.task``."""
         check_feeds(self.program(handle), feeds)

@@ -33,7 +33,7 @@ from jgraph.rpc.resumable.backlog import default_queue_limit
 from jgraph.rpc.shared_memory.lending import copy_seconds
 from jgraph.rpc.statistics import TransportStatistics
 from jgraph.rpc.status import from_status
-from jgraph.rpc.transport import Frame
+from jgraph.rpc.transport import Frame, Tensor
 from jgraph.rpc.wire.program_codec import decode_program
 from jgraph.runtime.compute_errors import as_error
 from jgraph.runtime.cost import ALWAYS_AT_ONCE_S
@@ -90,7 +90,8 @@ class TaskService:
             max_early_bytes=default_queue_limit(),
             flight_rows=recorder_rows(),
         )
-        self.driver = StepDriver(self.runtime, context.transport, self.shell.orders)
+        self.driver = StepDriver(self.runtime, self.shell.messages)
+        self.shell.messages.drives = self.driver.steps.__contains__
         self.records = ChangeStreams(context, self.runtime, self.shell)
         self.gates = Gates(
             task, context.transport, self.runtime.gates, clock=context.clock
@@ -99,7 +100,7 @@ class TaskService:
         self._saves = SaveCounts(context.clock)
         self._flight = FlightService(context, self.runtime.flight)
         self._began = context.clock.now()
-        self.parts = StepParts(self.runtime, context.transport, self.gates)
+        self.parts = StepParts(self.runtime, self.shell.messages, self.gates)
         self.dealers = Dealers(context.clock)
         self._shutdown = shutdown
         self.loops = TaskLoops(
@@ -137,19 +138,13 @@ class TaskService:
         body = body_of(received)
         match kind_of(received):
             case "values":
-                if body.HasField("start"):
-                    self.parts.start(src, body.start)
-                step = body.handle, body.step_id
-                self.runtime.deliver(step, body.key, received.tensors)
+                self._take_values(src, body, received.tensors)
             case "gate_event":
                 self.gates.received(src, body)
             case "start_step":
                 self.parts.start(src, body)
             case "step_done":
-                error = from_status(body.status) if body.HasField("status") else None
-                step = body.handle, body.step_id
-                nodes = received.tensors[0] if received.tensors else None
-                self.driver.part_over(src, step, error, nodes)
+                self._part_over(src, body, received.tensors)
             case "record":
                 self.records.received(src, received)
             case "records_kept":
@@ -157,6 +152,27 @@ class TaskService:
             case "abort_step":
                 error = from_status(body.reason)
                 self.runtime.abort((body.handle, body.step_id), error)
+
+    def _take_values(
+        self, src: TaskName, body: pb.Values, tensors: Sequence[Tensor]
+    ) -> None:
+        if body.HasField("done"):
+            self._part_over(src, body.done, ())
+        step = body.handle, body.step_id
+        begins = body.HasField("start")
+        if begins and step == (body.start.handle, body.start.step_id):
+            self.parts.start(src, body.start)
+            begins = False
+        self.runtime.deliver(step, body.key, tensors)
+        if begins:
+            self.parts.start(src, body.start)
+
+    def _part_over(
+        self, src: TaskName, body: pb.StepDone, tensors: Sequence[Tensor]
+    ) -> None:
+        error = from_status(body.status) if body.HasField("status") else None
+        nodes = tensors[0] if tensors else None
+        self.driver.part_over(src, (body.handle, body.step_id), error, nodes)
 
     def peer_lost(self, peer: TaskName, error: JGError) -> None:
         """Ends every step that needs ``peer``; all, if it says that we are replaced."""

@@ -50,7 +50,7 @@ class ValueType:
 
         Of sizes that are names, for ``ASSUMED_SIZE``.
         """
-        return int(np.prod(self.shape, dtype=np.int64)) * self.np_dtype.itemsize
+        return math.prod(self.shape) * self.np_dtype.itemsize
 
     def __str__(self) -> str:
         most = "≤" if self.ragged else ""

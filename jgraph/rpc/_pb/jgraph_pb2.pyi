@@ -743,12 +743,19 @@ class Values(_message.Message):
     STEP_ID_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     step_id: _builtins.int
     key: _builtins.str
     @_builtins.property
     def start(self) -> Global___StartStep:
-        """Of the same step: first the receiver begins its part, then it takes the values."""
+        """Of this step: the receiver begins its part before it takes the values. Of another:
+        afterwards.
+        """
+
+    @_builtins.property
+    def done(self) -> Global___StepDone:
+        """what the sender's part of a step has come to"""
 
     def __init__(
         self,
@@ -757,10 +764,11 @@ class Values(_message.Message):
         step_id: _builtins.int = ...,
         key: _builtins.str = ...,
         start: Global___StartStep | None = ...,
+        done: Global___StepDone | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "key", b"key", "start", b"start", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "handle", b"handle", "key", b"key", "start", b"start", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -188,10 +188,14 @@ def _types_of(kinds: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]) -> bytes
 
 
 def values_of(frame: Frame) -> tuple[str, int] | None:
-    """Returns the step whose values a frame carries; None if it carries others."""
+    """Returns the step of which a frame carries values alone; None if there is none."""
     if frame.header.WhichOneof("body") != "values":
         return None
-    return frame.header.values.handle, frame.header.values.step_id
+    values = frame.header.values
+    step = values.handle, values.step_id
+    start = values.start
+    begins_another = values.HasField("start") and step != (start.handle, start.step_id)
+    return None if begins_another or values.HasField("done") else step
 
 
 def encode(

@@ -25,13 +25,12 @@ from jgraph.errors import CancelledStepError, InvalidProgramError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.nodes import RecvNode
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import frame
 from jgraph.rpc.status import to_status
-from jgraph.rpc.transport import Transport
 from jgraph.runtime.compute_errors import as_error
 from jgraph.runtime.executor import Outcome, StepTimes
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.runtime.task import TaskRuntime
+from jgraph.server.steps.messages import StepMessages
 
 Fetches: TypeAlias = list[np.ndarray[Any, Any]]
 NodeTimes: TypeAlias = np.ndarray[Any, Any]
@@ -89,19 +88,16 @@ class StepDriver:
 
     Args:
       runtime: the task's own.
-      transport: to the other tasks.
-      orders: where values of a step that leave at once find the order to begin it.
+      messages: to the other tasks.
     """
 
     def __init__(
         self,
         runtime: TaskRuntime,
-        transport: Transport,
-        orders: dict[tuple[TaskName, StepKey], pb.StartStep],
+        messages: StepMessages,
     ) -> None:
         self._runtime = runtime
-        self._transport = transport
-        self._orders = orders
+        self._messages = messages
         self._steps: dict[StepKey, DrivenStep] = {}
         self._ids = itertools.count(1)
 
@@ -156,26 +152,18 @@ class StepDriver:
         driven.timer = asyncio.get_running_loop().call_later(
             timeout_s, self._late, driven, timeout_s
         )
-        soon = self._runtime.fed(handle)
         for task in tasks:
-            if task in soon:
-                self._orders[task, step] = order
-            elif task != self._runtime.task:
-                self._transport.post(task, frame(start_step=order))
-        try:
-            self._runtime.start_step(
-                step,
-                lambda outcome, times: self._own_part_over(driven, outcome, times),
-                feeds=feeds,
-                ordered=ordered,
-                ahead=ahead,
-                compute_wait_s=compute_wait_s,
-                trace=trace,
-            )
-        finally:
-            for task in soon:  # where this task's own part waits for its turn
-                if self._orders.pop((task, step), None) is not None:
-                    self._transport.post(task, frame(start_step=order))
+            if task != self._runtime.task:
+                self._messages.order(task, order)
+        self._runtime.start_step(
+            step,
+            lambda outcome, times: self._own_part_over(driven, outcome, times),
+            feeds=feeds,
+            ordered=ordered,
+            ahead=ahead,
+            compute_wait_s=compute_wait_s,
+            trace=trace,
+        )
         return driven
 
     async def run(
@@ -285,7 +273,7 @@ class StepDriver:
             self._runtime.abort(step, error)
             return
         order = pb.AbortStep(handle=step[0], step_id=step[1], reason=to_status(error))
-        self._transport.post(task, frame(abort_step=order))
+        self._messages.abort(task, order)
 
     def _forget(self, driven: DrivenStep) -> None:
         self._steps.pop(driven.step, None)

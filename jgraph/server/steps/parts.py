@@ -7,14 +7,13 @@ from jgraph.errors import DeadlineError, JGError
 from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import frame
 from jgraph.rpc.status import to_status
-from jgraph.rpc.transport import Transport
 from jgraph.runtime.compute_errors import as_error
 from jgraph.runtime.executor import Outcome, StepTimes
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.runtime.task import TaskRuntime
 from jgraph.server.gates.gates import Gates
+from jgraph.server.steps.messages import StepMessages
 
 # A participant gives a step up this long after its driver should have.
 _GRACE_S = 10.0
@@ -26,15 +25,15 @@ class StepParts:
 
     Args:
       runtime: runs them.
-      transport: to the drivers.
+      messages: to the drivers.
       gates: of the task.
     """
 
     def __init__(
-        self, runtime: TaskRuntime, transport: Transport, gates: Gates
+        self, runtime: TaskRuntime, messages: StepMessages, gates: Gates
     ) -> None:
         self._runtime = runtime
-        self._transport = transport
+        self._messages = messages
         self._gates = gates
         self._drivers: dict[StepKey, tuple[TaskName, asyncio.TimerHandle]] = {}
 
@@ -83,12 +82,10 @@ class StepParts:
         if isinstance(outcome, BaseException):
             done.status.CopyFrom(to_status(as_error(outcome, self._runtime.task)))
         tensors = () if times is None else (times.nodes,)
-        report = frame(step_done=done, tensors=tensors)
 
         def say() -> None:
             failpoint("step.done")
-            self._transport.post(driver, report)
-            failpoint("step.told")
+            self._messages.report(driver, done, tensors)
 
         self._gates.when_settled(step, say)
 

@@ -13,15 +13,17 @@ import numpy as np
 from jgraph import _compat
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import frame
 from jgraph.runtime.cost import Cost, available_cores, runs_at_once
 from jgraph.runtime.rendezvous import StepKey
+from jgraph.server.steps.messages import StepMessages
 from jgraph.server.task_context import TaskContext
 
 T = TypeVar("T")
 
 _LARGE_BYTES = 1 << 20
 _LATER_S = (2e-3, 50e-3)
+_SHORT_S = 100e-6
+"""What computes for longer at once does not keep messages waiting."""
 
 
 @final
@@ -33,13 +35,12 @@ class TaskHost:
 
     Attributes:
       now: returns monotonic time in seconds.
-      orders: to begin a step, for tasks that values of it go to at once: they travel
-        with these, as a frame costs more than what is in it.
+      messages: what leaves for other tasks.
       computes_at_once: whether the event loop's thread computes now.
     """
 
     def __init__(self, context: TaskContext) -> None:
-        self._transport = context.transport
+        self.messages = StepMessages(context.transport)
         self._clock = context.clock
         self.now = context.clock.now
         self._loop = asyncio.get_running_loop()
@@ -47,7 +48,6 @@ class TaskHost:
         self._counting = threading.Lock()
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._cores = available_cores()
-        self.orders: dict[tuple[TaskName, StepKey], pb.StartStep] = {}
         self.computes_at_once = False
         self._pool = ThreadPoolExecutor(
             max_workers=4 + self._cores, thread_name_prefix="jgraph-work"
@@ -70,6 +70,8 @@ class TaskHost:
         a busy machine handing over takes longer, as threads wait for a core.
         """
         if runs_at_once(cost, self._hand_over, self._cores):
+            if cost.seconds is not None and cost.seconds > _SHORT_S:
+                self.messages.flush()
             self.computes_at_once = True
             result, began, seconds, _ = self._perform(work, cost)
             self.computes_at_once = False
@@ -133,16 +135,11 @@ class TaskHost:
             for later_s in _LATER_S:
                 self._loop.call_later(later_s, _compat.release_arguments)
         header = pb.Values(handle=step[0], step_id=step[1], key=key)
-        if self.orders and (order := self.orders.pop((dst, step), None)) is not None:
-            if nbytes < _LARGE_BYTES:
-                header.start.CopyFrom(order)
-            else:
-                self._transport.post(dst, frame(start_step=order))
-        self._transport.post(dst, frame(values=header, tensors=tuple(values)))
+        self.messages.values(dst, header, tuple(values))
 
     def withdraw(self, step: StepKey) -> None:
         """Drops the values of a failed step that have not left yet."""
-        self._transport.withdraw(*step)
+        self.messages.withdraw(step)
 
     def later(self, seconds: float, callback: Callable[[], None]) -> None:
         """Calls ``callback`` after that time, on the event loop."""

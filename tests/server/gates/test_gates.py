@@ -23,6 +23,7 @@ from jgraph.server.gates.gates import Decides, Gates
 from jgraph.server.gates.sync_gate import SyncGateShell
 from jgraph.server.loops.arbiter_loop import ArbiterLoop
 from jgraph.server.steps.driver import StepDriver
+from jgraph.server.steps.messages import StepMessages
 from jgraph.testing.in_process_transport import InProcessNetwork
 from tests.support.tasks import Tasks
 
@@ -169,7 +170,7 @@ def test_who_decides_ends_when_a_ps_is_lost_that_has_contributions() -> None:
         order.sync.tasks.append("/job:worker/task:0")
         order.sync.data_position = json.dumps(SyncData(plan, ["w0"]).state())
         runtime = Tasks(FIRST).runtimes[FIRST]
-        driver = StepDriver(runtime, transport, {})
+        driver = StepDriver(runtime, StepMessages(transport))
         loop = ArbiterLoop(order, driver, Gates(FIRST, transport, {}), SystemClock())
         loop.peer_lost(OTHER)
         with pytest.raises(TaskLostError, match=OTHER):

@@ -1,0 +1,152 @@
+"""Outgoing messages of steps: those of one turn of the event loop, in few frames.
+
+A frame costs its sender and its receiver more than the few bytes that most have. Where
+a step ends the next one begins, in the same turn: what is said of both to one peer
+leaves as values, with the order and the report that came up beside them.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias, final
+
+import numpy as np
+
+from jgraph.errors import JGError
+from jgraph.failpoints import failpoint
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
+from jgraph.rpc.status import to_status
+from jgraph.rpc.transport import Transport
+from jgraph.runtime.rendezvous import StepKey
+
+ALONE_BYTES: Final = 64 << 10
+"""Values of so many bytes leave at once: the way takes them longer than the turn."""
+
+Tensors: TypeAlias = Sequence["np.ndarray[Any, Any]"]
+Message: TypeAlias = "tuple[pb.Values | pb.StartStep | pb.StepDone, Tensors]"
+
+
+@final
+class StepMessages:
+    """Posts values, orders to begin steps, and reports of parts that are over.
+
+    They leave when the turn ends in which the first of them came up, or with ``flush``.
+    To one peer they leave in that order, but that orders and reports may leave with
+    values that came up before them.
+
+    Args:
+      transport: to the other tasks.
+
+    Attributes:
+      drives: whether this task drives a step.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.drives: Callable[[StepKey], bool] = lambda step: False
+        self._transport = transport
+        self._waiting: defaultdict[TaskName, list[Message]] = defaultdict(list)
+
+    def values(self, dst: TaskName, header: pb.Values, tensors: Tensors) -> None:
+        """Posts values of a step; they must not change afterwards."""
+        if sum([tensor.nbytes for tensor in tensors]) < ALONE_BYTES:
+            self._add(dst, (header, tensors))
+        else:
+            self.flush()
+            self._post(dst, header, tensors)
+
+    def order(self, dst: TaskName, order: pb.StartStep) -> None:
+        """Posts the order to begin a step."""
+        self._add(dst, (order, ()))
+
+    def report(self, dst: TaskName, done: pb.StepDone, tensors: Tensors) -> None:
+        """Posts how this task's part of a step ended."""
+        self._add(dst, (done, tensors))
+
+    def abort(self, dst: TaskName, order: pb.AbortStep) -> None:
+        """Posts the order to end a step, at once and after all that waits."""
+        self.flush()
+        self._transport.post(dst, frame(abort_step=order))
+
+    def withdraw(self, step: StepKey) -> None:
+        """Drops the values of a step that have not left yet."""
+        for said in self._waiting.values():
+            said[:] = [one for one in said if not _is_values_of(one, step)]
+        self._transport.withdraw(*step)
+
+    def flush(self) -> None:
+        """Posts all that waits."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, defaultdict(list)
+        for dst, said in waiting.items():
+            for message, tensors in together(said):
+                self._post(dst, message, tensors)
+
+    def _add(self, dst: TaskName, message: Message) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._waiting[dst].append(message)
+
+    def _post(
+        self,
+        dst: TaskName,
+        message: pb.Values | pb.StartStep | pb.StepDone,
+        tensors: Tensors,
+    ) -> None:
+        match message:
+            case pb.Values():
+                self._post_values(dst, message, tensors)
+            case pb.StartStep():
+                self._transport.post(dst, frame(start_step=message))
+            case _:
+                self._transport.post(dst, frame(step_done=message, tensors=tensors))
+                failpoint("step.told")
+
+    def _post_values(self, dst: TaskName, header: pb.Values, tensors: Tensors) -> None:
+        step = header.handle, header.step_id
+        try:
+            self._transport.post(dst, frame(values=header, tensors=tensors))
+        except JGError as error:  # nobody else would tell who waits for them
+            reason = to_status(error)
+            order = pb.AbortStep(handle=step[0], step_id=step[1], reason=reason)
+            self._transport.post(dst, frame(abort_step=order))
+            return
+        if header.HasField("done"):
+            failpoint("step.told")
+        if self.drives(step):
+            failpoint("push.sent")
+
+
+def together(said: Sequence[Message]) -> list[Message]:
+    """Returns what is said to one peer with orders and reports put into values.
+
+    Orders stay in their order, and so do reports. A report with tensors leaves alone.
+
+    Example:
+      >>> gradients = pb.Values(handle="h", step_id=1, key="g")
+      >>> following = pb.StartStep(handle="h", step_id=2)
+      >>> [(message, _)] = together([(gradients, ()), (following, ())])
+      >>> message.step_id, message.start.step_id
+      (1, 2)
+    """
+    values = [message for message, _ in said if isinstance(message, pb.Values)]
+    to_start, to_report = iter(values), iter(values)
+    sent: list[Message] = [one for one in said if isinstance(one[0], pb.Values)]
+    for message, tensors in said:
+        match message:
+            case pb.StartStep() if (carrier := next(to_start, None)) is not None:
+                carrier.start.CopyFrom(message)
+            case pb.StepDone() if (
+                not tensors and (carrier := next(to_report, None)) is not None
+            ):
+                carrier.done.CopyFrom(message)
+            case pb.StartStep() | pb.StepDone():
+                sent.append((message, tensors))
+    return sent
+
+
+def _is_values_of(one: Message, step: StepKey) -> bool:
+    message = one[0]
+    return isinstance(message, pb.Values) and step == (message.handle, message.step_id)
