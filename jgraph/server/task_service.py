@@ -48,6 +48,7 @@ from jgraph.server.process_setup import give_back_memory
 from jgraph.server.replication.streams import ChangeStreams
 from jgraph.server.state_service import SaveCounts, state_methods, table_statuses
 from jgraph.server.steps.driver import StepDriver, waits_of
+from jgraph.server.steps.messages import apart
 from jgraph.server.steps.parts import StepParts
 from jgraph.server.steps.task_host import TaskHost
 from jgraph.server.task_context import TaskContext
@@ -138,7 +139,8 @@ class TaskService:
         body = body_of(received)
         match kind_of(received):
             case "values":
-                self._take_values(src, body, received.tensors)
+                for values, tensors in apart(body, received.tensors):
+                    self._take_values(src, values, tensors)
             case "gate_event":
                 self.gates.received(src, body)
             case "start_step":

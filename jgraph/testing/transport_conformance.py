@@ -463,17 +463,19 @@ async def withdrawn_values_do_not_leave(make: MakeTransport) -> None:
     begins.header.values.start.CopyFrom(pb.StartStep(handle="train", step_id=1))
     begins_next.header.values.start.CopyFrom(pb.StartStep(handle="train", step_id=2))
     reports.header.values.done.CopyFrom(pb.StepDone(handle="train"))
-    rest = (abort, step(3), begins_next, reports)
+    together = _values(1, "f")
+    together.header.values.more.add(handle="train", step_id=2, key="w")
+    rest = (abort, step(3), begins_next, reports, together)
     async with started(make) as (_, at_ps, worker, at_worker, _):
         for posted in (_values(1), _values(2), _values(1, "b"), begins, *rest):
             worker.post(PS, posted)
         dropped = worker.withdraw("train", 1)
         expect(dropped == 3, f"{dropped} frames were withdrawn, not 3")
         worker.post(PS, step(4))
-        frames = await at_ps.wait_frames(6)
+        frames = await at_ps.wait_frames(7)
         kinds = [(kind_of(f), body_of(f).step_id) for f in frames]
         wanted = [("values", 2), ("abort_step", 1), ("start_step", 3)]
-        travelling = [("values", 1), ("values", 1)]
+        travelling = [("values", 1)] * 3
         expect(kinds == [*wanted, *travelling, ("start_step", 4)], kinds)
         expect(worker.withdraw("train", 2) == 0, "withdrawn after it had left")
         expect(not at_worker.lost and not at_ps.lost, at_worker.lost)

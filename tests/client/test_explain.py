@@ -13,7 +13,7 @@ from jgraph.graph.device import device
 from jgraph.graph.ir import TaskName
 from jgraph.graph.tracing.function import function
 from jgraph.graph.variable import Variable
-from jgraph.rpc.frames import kind_of
+from jgraph.rpc.frames import frame, kind_of
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.transport import Frame
 
@@ -34,9 +34,11 @@ def test_step_whose_value_never_comes_is_explained(
     assert cluster.explain() == "No step is under way, and all tasks answer."
     whole = GrpcTransport.post
 
-    def lose_values(self: GrpcTransport, dst: TaskName, frame: Frame) -> None:
-        if kind_of(frame) != "values":
-            whole(self, dst, frame)
+    def lose_values(self: GrpcTransport, dst: TaskName, sent: Frame) -> None:
+        if kind_of(sent) != "values":
+            whole(self, dst, sent)
+        elif sent.header.values.HasField("done"):
+            whole(self, dst, frame(step_done=sent.header.values.done))
 
     monkeypatch.setattr(GrpcTransport, "post", lose_values)
     with ThreadPoolExecutor() as pool:

@@ -744,9 +744,12 @@ class Values(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     step_id: _builtins.int
     key: _builtins.str
+    count: _builtins.int
     @_builtins.property
     def start(self) -> Global___StartStep:
         """Of this step: the receiver begins its part before it takes the values. Of another:
@@ -757,6 +760,12 @@ class Values(_message.Message):
     def done(self) -> Global___StepDone:
         """what the sender's part of a step has come to"""
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___Values]:
+        """Further values for the receiver, in order, whose tensors follow. REQUIRED with it:
+        `count` of each, also of this one, says how many tensors are its own.
+        """
+
     def __init__(
         self,
         *,
@@ -765,10 +774,12 @@ class Values(_message.Message):
         key: _builtins.str = ...,
         start: Global___StartStep | None = ...,
         done: Global___StepDone | None = ...,
+        more: _abc.Iterable[Global___Values] | None = ...,
+        count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "handle", b"handle", "key", b"key", "start", b"start", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "done", b"done", "handle", b"handle", "key", b"key", "more", b"more", "start", b"start", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -195,7 +195,8 @@ def values_of(frame: Frame) -> tuple[str, int] | None:
     step = values.handle, values.step_id
     start = values.start
     begins_another = values.HasField("start") and step != (start.handle, start.step_id)
-    return None if begins_another or values.HasField("done") else step
+    is_alone = not (begins_another or values.HasField("done") or values.more)
+    return step if is_alone else None
 
 
 def encode(

@@ -2,12 +2,12 @@
 
 A frame costs its sender and its receiver more than the few bytes that most have. Where
 a step ends the next one begins, in the same turn: what is said of both to one peer
-leaves as values, with the order and the report that came up beside them.
+leaves as one frame of values, with the order and the report that came up beside them.
 """
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
@@ -21,8 +21,10 @@ from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Transport
 from jgraph.runtime.rendezvous import StepKey
 
-ALONE_BYTES: Final = 64 << 10
+ALONE_BYTES: Final = 256 << 10
 """Values of so many bytes leave at once: the way takes them longer than the turn."""
+TOGETHER_BYTES: Final = 1 << 20
+"""More than this is not in one frame."""
 
 Tensors: TypeAlias = Sequence["np.ndarray[Any, Any]"]
 Message: TypeAlias = "tuple[pb.Values | pb.StartStep | pb.StepDone, Tensors]"
@@ -105,24 +107,32 @@ class StepMessages:
                 failpoint("step.told")
 
     def _post_values(self, dst: TaskName, header: pb.Values, tensors: Tensors) -> None:
-        step = header.handle, header.step_id
         try:
             self._transport.post(dst, frame(values=header, tensors=tensors))
-        except JGError as error:  # nobody else would tell who waits for them
+        except JGError as error:
+            if header.more:
+                for one, own in apart(header, tensors):
+                    self._post_values(dst, one, own)
+                return
+            # Nobody else would tell who waits for them.
             reason = to_status(error)
-            order = pb.AbortStep(handle=step[0], step_id=step[1], reason=reason)
+            order = pb.AbortStep(
+                handle=header.handle, step_id=header.step_id, reason=reason
+            )
             self._transport.post(dst, frame(abort_step=order))
             return
-        if header.HasField("done"):
+        said = header, *header.more
+        if any(one.HasField("done") for one in said):
             failpoint("step.told")
-        if self.drives(step):
+        if any(self.drives((one.handle, one.step_id)) for one in said):
             failpoint("push.sent")
 
 
 def together(said: Sequence[Message]) -> list[Message]:
-    """Returns what is said to one peer with orders and reports put into values.
+    """Returns what is said to one peer: values in one frame, orders and reports in it.
 
-    Orders stay in their order, and so do reports. A report with tensors leaves alone.
+    Values stay in their order, and so do orders, and reports. A report with tensors
+    leaves alone.
 
     Example:
       >>> gradients = pb.Values(handle="h", step_id=1, key="g")
@@ -133,7 +143,7 @@ def together(said: Sequence[Message]) -> list[Message]:
     """
     values = [message for message, _ in said if isinstance(message, pb.Values)]
     to_start, to_report = iter(values), iter(values)
-    sent: list[Message] = [one for one in said if isinstance(one[0], pb.Values)]
+    alone: list[Message] = []
     for message, tensors in said:
         match message:
             case pb.StartStep() if (carrier := next(to_start, None)) is not None:
@@ -143,8 +153,43 @@ def together(said: Sequence[Message]) -> list[Message]:
             ):
                 carrier.done.CopyFrom(message)
             case pb.StartStep() | pb.StepDone():
-                sent.append((message, tensors))
-    return sent
+                alone.append((message, tensors))
+    return _joined(said) + alone
+
+
+def apart(header: pb.Values, tensors: Tensors) -> Iterator[tuple[pb.Values, Tensors]]:
+    """Yields the values of a frame, each with its own tensors."""
+    if not header.more:
+        yield header, tensors
+        return
+    more = list(header.more)
+    header.ClearField("more")
+    at = 0
+    for one in (header, *more):
+        yield one, tensors[at : at + one.count]
+        at += one.count
+
+
+def _joined(said: Sequence[Message]) -> list[Message]:
+    """Returns the values of what is said, in as few frames as their size allows."""
+    frames: list[tuple[pb.Values, list[np.ndarray[Any, Any]]]] = []
+    nbytes = 0
+    for message, tensors in said:
+        if not isinstance(message, pb.Values):
+            continue
+        own = sum([tensor.nbytes for tensor in tensors])
+        nbytes += own
+        if not frames or nbytes > TOGETHER_BYTES:
+            frames.append((message, list(tensors)))
+            nbytes = own
+            continue
+        head, together = frames[-1]
+        if not head.more:
+            head.count = len(together)
+        message.count = len(tensors)
+        head.more.append(message)
+        together += tensors
+    return list(frames)
 
 
 def _is_values_of(one: Message, step: StepKey) -> bool:

@@ -15,7 +15,13 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, kind_of
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Frame
-from jgraph.server.steps.messages import ALONE_BYTES, StepMessages, together
+from jgraph.server.steps.messages import (
+    ALONE_BYTES,
+    TOGETHER_BYTES,
+    StepMessages,
+    apart,
+    together,
+)
 from jgraph.server.task_service import TaskService
 from jgraph.testing.in_process_transport import InProcessNetwork
 from tests.support.in_process import cluster_of
@@ -49,39 +55,71 @@ def told(message: Any) -> tuple[Any, ...]:
     return "Values", message.step_id, *riding
 
 
-def joined(*said: Any) -> list[tuple[Any, ...]]:
+def joined(*said: Any) -> list[list[tuple[Any, ...]]]:
+    """Returns what is in each frame."""
     pairs = [one if isinstance(one, tuple) else (one, ()) for one in said]
-    return [told(message) for message, _ in together(pairs)]
+    return [
+        [told(message), *map(told, getattr(message, "more", ()))]
+        for message, _ in together(pairs)
+    ]
 
 
 def test_the_next_step_is_ordered_with_the_gradients_of_this_one() -> None:
-    assert joined(values(1), start(2)) == [("Values", 1, ("start", 2))]
+    assert joined(values(1), start(2)) == [[("Values", 1, ("start", 2))]]
 
 
 def test_a_part_is_reported_with_the_values_of_the_next_step() -> None:
-    assert joined(values(2), done(1)) == [("Values", 2, ("done", 1))]
-    assert joined(done(1, error="JG-101"), values(2)) == [("Values", 2, ("done", 1))]
+    wanted = [[("Values", 2, ("done", 1))]]
+    assert joined(values(2), done(1)) == wanted
+    assert joined(done(1, error="JG-101"), values(2)) == wanted
 
 
 def test_orders_stay_in_their_order_and_one_rides_with_each_values() -> None:
     assert joined(values(1), start(2), start(3), values(2)) == [
-        ("Values", 1, ("start", 2)),
-        ("Values", 2, ("start", 3)),
+        [("Values", 1, ("start", 2)), ("Values", 2, ("start", 3))]
     ]
     assert joined(start(2), values(1), start(3), done(1)) == [
-        ("Values", 1, ("start", 2), ("done", 1)),
-        ("StartStep", 3),
+        [("Values", 1, ("start", 2), ("done", 1))],
+        [("StartStep", 3)],
     ]
 
 
 def test_without_values_all_is_said_as_it_came_up() -> None:
     said = done(1), start(2), done(2)
-    assert joined(*said) == [("StepDone", 1), ("StartStep", 2), ("StepDone", 2)]
+    assert joined(*said) == [[("StepDone", 1)], [("StartStep", 2)], [("StepDone", 2)]]
 
 
 def test_a_report_with_the_times_of_nodes_leaves_alone() -> None:
     times = np.zeros((2, 3))
-    assert joined(values(2), (done(1), (times,))) == [("Values", 2), ("StepDone", 1)]
+    assert joined(values(2), (done(1), (times,))) == [
+        [("Values", 2)],
+        [("StepDone", 1)],
+    ]
+
+
+def test_values_of_one_turn_share_a_frame_and_each_gets_its_own_tensors_back() -> None:
+    said = [
+        (values(1, "rows"), (np.arange(2), np.arange(3))),
+        (values(1, "dense"), ()),
+        (values(2, "ids"), (np.arange(4),)),
+    ]
+    [(message, tensors)] = together(said)
+    assert isinstance(message, pb.Values)
+    parts = [
+        (part.step_id, part.key, [len(own) for own in owned])
+        for part, owned in apart(message, tensors)
+    ]
+    assert parts == [(1, "rows", [2, 3]), (1, "dense", []), (2, "ids", [4])]
+
+
+def test_a_frame_of_values_has_an_end() -> None:
+    part = np.zeros(TOGETHER_BYTES // 2, np.uint8)
+    said = [(values(step), (part,)) for step in range(5)]
+    assert joined(*said) == [
+        [("Values", 0), ("Values", 1)],
+        [("Values", 2), ("Values", 3)],
+        [("Values", 4)],
+    ]
 
 
 class Peer:
@@ -157,12 +195,13 @@ def test_values_of_a_withdrawn_step_do_not_leave_and_its_order_to_end_comes_last
 def test_values_that_cannot_be_sent_end_their_step_where_it_waits_for_them() -> None:
     def say(messages: StepMessages) -> None:
         messages.values(PS, values(1), (np.array(["text"]),))
-        messages.values(PS, values(2), ())
+        messages.values(PS, values(2), (np.arange(2),))
 
     got = run_async(arrived(say, 2))
     assert kind_of(got[0]) == "abort_step"
     assert "dtype" in from_status(body_of(got[0]).reason).message
     assert told(body_of(got[1])) == ("Values", 2)
+    np.testing.assert_array_equal(got[1].tensors[0], np.arange(2))
 
 
 def test_steps_that_follow_one_another_take_two_frames_each() -> None:
