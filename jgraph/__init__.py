@@ -118,12 +118,15 @@ _HOMES = {
     "mesh": "jgraph.graph.mesh",
     "min_max_variable_partitioner": "jgraph.plan.sharding.partitioner",
     "serve": "jgraph.serving.model_server",
+    "spark": "jgraph.train.spark",
     "split_keys": "jgraph.graph.rows.hash_keys",
     "tap": "jgraph.graph.tracing.taps",
     "testing": "jgraph.testing",
     "towers": "jgraph.train.pipeline.towers",
     "variable_axis_size_partitioner": "jgraph.plan.sharding.partitioner",
 }
+
+_MODULES = ("errors", "spark", "testing")
 
 __all__ = [
     "NO_KEY",
@@ -176,6 +179,7 @@ __all__ = [
     "mesh",
     "min_max_variable_partitioner",
     "serve",
+    "spark",
     "split_keys",
     "tap",
     "testing",
@@ -191,7 +195,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(what, name=name, obj=import_module(__name__))
     with uncollected():
         module = import_module(home)
-    value = module if home == f"jgraph.{name}" else getattr(module, name)
+    value = module if name in _MODULES else getattr(module, name)
     globals()[name] = value
     return value
 

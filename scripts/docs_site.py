@@ -61,7 +61,7 @@ GROUPS: Final = {
     "Looking": ["Graph", "check", "doctor", "DeviceSpec", "JGError"],
 }
 BESIDE: Final = {
-    "Training": ["jgraph.train.run.run.Run"],
+    "Training": ["jgraph.train.run.run.Run", "jgraph.train.spark.scoring.predict"],
     "Clusters": ["jgraph.client.cluster.Cluster", "jgraph.client.status.TaskStatus"],
     "Tests and simulated clusters": [
         "jgraph.testing.scale." + name

@@ -60,13 +60,14 @@ PUBLIC = [
     "mesh",
     "min_max_variable_partitioner",
     "serve",
+    "spark",
     "split_keys",
     "tap",
     "testing",
     "towers",
     "variable_axis_size_partitioner",
 ]
-MODULES = {"errors", "testing"}
+MODULES = {"errors", "spark", "testing"}
 OBJECTS = [n for n in PUBLIC if n not in {"NO_KEY", "__version__", *MODULES}]
 # What `import jgraph` must not bring with it.
 HEAVY = {"jax", "numpy", "flax", "optax", "orbax", "grpc", "rich", "typer", "asyncio"}

@@ -172,6 +172,7 @@ NO_OBJECTS = {
     "NO_KEY": "a number",
     "__version__": "a string",
     "errors": "a module",
+    "spark": "a module",
     "testing": "a module",
     "check": "returns nothing",
     "colocate_with": "a block",

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from jgraph.examples.options import Example
+    from collections.abc import Callable
+
+    from jgraph.examples.options import Example, Figures, Options
 
 app = typer.Typer(
     name="examples",
@@ -30,17 +32,31 @@ Json = Annotated[
 @app.command()
 def wide_deep(
     data: Census,
-    ps: Ps = 2,
+    ps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Parameter servers; 2, with --spark 1."),
+    ] = None,
     workers: Workers = 2,
     steps: Steps = 3000,
     seed: Seed = 0,
+    spark: Annotated[
+        str | None,
+        typer.Option(help="Master of Spark, which trains and scores: local[3]."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Wide & Deep on the census income data: adult.data and adult.test."""
-    from jgraph.examples.wide_deep import run
+    if spark is None:
+        from jgraph.examples.wide_deep import run
 
-    train = functools.partial(run, data)
-    run_example("wide-deep", train, ps, workers, steps, seed, as_json=as_json)
+        train = functools.partial(run, data)
+        run_example("wide-deep", train, ps or 2, workers, steps, seed, as_json=as_json)
+        return
+    from jgraph.examples import wide_deep_spark
+
+    num_ps = ps or 1
+    on_spark = functools.partial(wide_deep_spark.run, data, spark, num_ps, workers)
+    tell_figures("wide-deep", on_spark, num_ps, workers, steps, seed, as_json=as_json)
 
 
 @app.command()
@@ -147,9 +163,28 @@ def run_example(
       seed: decides initial values and the order of examples.
       as_json: print nothing but one line of JSON.
     """
+    from jgraph.launch.local.cluster import LocalCluster
+
+    def train(options: "Options") -> "Figures":
+        with LocalCluster(ps=ps, workers=workers) as cluster:
+            return example(cluster, options)
+
+    tell_figures(name, train, ps, workers, steps, seed, as_json=as_json)
+
+
+def tell_figures(
+    name: str,
+    train: "Callable[[Options], Figures]",
+    ps: int,
+    workers: int,
+    steps: int,
+    seed: int,
+    *,
+    as_json: bool,
+) -> None:
+    """Prints the figures of an example, wherever it trains; see ``run_example``."""
     from jgraph.clock import SystemClock
     from jgraph.examples.options import Options
-    from jgraph.launch.local.cluster import LocalCluster
 
     clock = SystemClock()
     began = clock.now()
@@ -158,8 +193,7 @@ def run_example(
         if as_json
         else Options(steps, seed, progress=True, say=typer.echo)
     )
-    with LocalCluster(ps=ps, workers=workers) as cluster:
-        found = example(cluster, options)
+    found = train(options)
     figures = {
         "example": name,
         "ps": ps,

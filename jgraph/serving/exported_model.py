@@ -1,7 +1,7 @@
 """Exported model: a version loaded from its directory, that can be asked."""
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar, final
 
@@ -127,6 +127,16 @@ def read_version(path: Path, cache: CompileCache) -> LoadedVersion[LoadedFunctio
         chosen = [arrays[argument] for argument in one.arguments]
         functions[name] = LoadedFunction(one, cache.load(code), chosen)
     return LoadedVersion(functions, read_example(path, manifest))
+
+
+@lru_cache(4)
+def loaded(path: str) -> "ExportedModel":
+    """Returns a version of which this process has the arrays and the code already.
+
+    Args:
+      path: directory of the version, in which nothing changes.
+    """
+    return ExportedModel(path)
 
 
 @final

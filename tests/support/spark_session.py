@@ -13,23 +13,29 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 import psutil
 from flax import nnx
-from pyspark.sql import SparkSession
+from py4j.protocol import Py4JError
+from pyspark.ml.functions import array_to_vector, vector_to_array
+from pyspark.ml.linalg import Vectors
+from pyspark.sql import SparkSession, functions
 
 import jgraph as jg
 from jgraph.clock import SystemClock
 from jgraph.graph.device import TaskName
+from jgraph.runtime.data.sources import open_source
 from jgraph.runtime.files.step_files import steps_in
+from tests.support import counting
 
 CLOCK = SystemClock()
-PS = "/job:ps/task:0"
+PS, OTHER_PS = "/job:ps/task:0", "/job:ps/task:1"
 WORKER = "/job:worker/task:1"
 
 
@@ -93,6 +99,22 @@ def trainer_on(cluster: jg.SparkCluster, **options: Any) -> jg.Trainer:
 X = np.ones((512, 2), np.float32)
 
 
+def data_refusal(frame: Any, **options: Any) -> str:
+    try:
+        jg.Source.spark(frame, **options)
+    except jg.JGError as error:
+        return str(error)
+    return "nothing"
+
+
+def score_refusal(*arguments: Any) -> str:
+    try:
+        jg.spark.predict(*arguments)
+    except jg.JGError as error:
+        return str(error)
+    return "nothing"
+
+
 # ---------------------------------------------------------------- scenarios
 
 
@@ -149,6 +171,8 @@ def refusals(spark: SparkSession) -> dict[str, Any]:
         "nobody": refusal(spark, ps=0, workers=0),
         "no_session": refusal("local[2]"),
         "too_many": refusal(spark, ps=2, workers=4),
+        "no_executors": refusal(spark, 1, 1, resources={"worker": {"cpus": 2}}),
+        "no_such_job": refusal(spark, 1, 1, resources={"wroker": {"cpus": 2}}),
         "misspelled": refusal(spark, num_workers=4),
         "unsafe_job": refusal(spark, ps=1, workers=1, jobs={"../other": 1}),
         "no_python": refusal(spark, ps=1, workers=0, python="/no/such/python"),
@@ -158,12 +182,27 @@ def refusals(spark: SparkSession) -> dict[str, Any]:
     }
 
 
+def run_until_cancelled(context: Any, work: Callable[[Any], Any]) -> None:
+    """Takes two slots, as other jobs of an application do."""
+    with suppress(Py4JError):
+        context.parallelize(range(2), 2).foreach(work)
+
+
 def crowded(spark: SparkSession) -> dict[str, Any]:
     """Slots that something else has, and two clusters in one application."""
-    with jg.SparkCluster(spark, ps=1, workers=1) as one:
+    context = spark.sparkContext
+    wait: Callable[[Any], Any] = lambda _: threading.Event().wait(300)
+    busy = threading.Thread(target=run_until_cancelled, args=(context, wait))
+    busy.start()
+    try:
         began = CLOCK.now()
-        missing = refusal(spark, ps=1, workers=1, timeout_s=8)
+        missing = refusal(spark, ps=1, workers=1, timeout_s=45)
         took_s = CLOCK.now() - began
+    finally:
+        context.cancelAllJobs()
+        busy.join(60)
+    with jg.SparkCluster(spark, ps=1, workers=1) as one:
+        third = refusal(spark, ps=1, workers=1)
         with jg.SparkCluster(spark, ps=0, workers=1) as other:
             sums = []
             for cluster in (one, other):
@@ -176,7 +215,15 @@ def crowded(spark: SparkSession) -> dict[str, Any]:
 
                 with cluster.session() as session:
                     sums.append(float(session.run(step, jnp.ones(3))))
-    return {"missing": missing, "took_s": took_s, "sums": sums}
+            no_slot = data_refusal(spark.range(3))
+    return {
+        "missing": missing,
+        "third": third,
+        "took_s": took_s,
+        "sums": sums,
+        "no_slot": no_slot,
+        "few_executors": refusal(spark, ps=1, workers=2),
+    }
 
 
 def moved(spark: SparkSession) -> dict[str, Any]:
@@ -229,6 +276,94 @@ def moved(spark: SparkSession) -> dict[str, Any]:
         }
 
 
+@final
+class Killer:
+    """A callback that kills executors: with a worker, and when that is back, a ps.
+
+    Attributes:
+      dead: servers that were on them.
+      back_s: seconds until the run went on, by task.
+    """
+
+    def __init__(self, cluster: jg.SparkCluster) -> None:
+        self._cluster = cluster
+        self._kills: dict[str, float] = {}
+        self._step = 0
+        self.dead: list[psutil.Process] = []
+        self.back_s: dict[str, float] = {}
+
+    def __call__(self, run: Any, report: Any) -> None:
+        if WORKER not in self._kills:
+            if report.step >= 200:
+                self._step = report.step
+                self._kill(WORKER)
+        elif WORKER not in self.back_s:
+            if report.step > self._step + 100:
+                self._note(WORKER)
+        elif OTHER_PS not in self._kills:
+            worker = self._cluster._all[WORKER]
+            if worker._has_joined and worker.pid != self.dead[0].pid:
+                self._kill(OTHER_PS)
+        elif run.recoveries():
+            self._note(OTHER_PS)
+            if report.step > run.recoveries()[0].back_to + 300:
+                run.stop()
+
+    def _kill(self, task: str) -> None:
+        self.dead.append(psutil.Process(self._cluster.pid(task)))
+        executor_of(self._cluster, task).kill()
+        self._kills[task] = CLOCK.now()
+
+    def _note(self, task: str) -> None:
+        self.back_s.setdefault(task, round(CLOCK.now() - self._kills[task], 3))
+
+
+def executors(spark: SparkSession) -> dict[str, Any]:
+    """Executors with a worker, and then with a ps, are killed while a run goes on."""
+    with jg.SparkCluster(spark, ps=2, workers=2, restarts=4, timeout_s=300) as cluster:
+        there = counting.trainer(cluster, jg.AsyncPS(durability="replica"))
+        first, killer, ledger = starts(cluster), Killer(cluster), counting.Ledger()
+        run = there.fit(
+            counting.IDS,
+            steps=10**6,
+            batch_size=counting.BATCH,
+            callbacks=[killer],
+            progress=False,
+        )
+        ledger.add(run)
+        again = ledger.check(there, lost=3)
+        last = starts(cluster)
+        events = [f"{one.kind}: {one.text}" for one in cluster.events()]
+    return {
+        "lost": [list(one.lost) for one in run.recoveries()],
+        "begun_anew": [task for task in first if first[task] != last[task]],
+        "back_s": killer.back_s,
+        "again": again,
+        "ends_s": wait_gone(killer.dead),
+        "events": [event for event in events if "Spark task" in event],
+    }
+
+
+def profiles(spark: SparkSession) -> dict[str, Any]:
+    """A worker that asks for both cores of an executor."""
+    asked = {"worker": {"cpus": 2}}
+    wrong = [{"worker": {"cpus": n}} for n in (0, 1.5, "4", True)]
+    with jg.SparkCluster(spark, ps=2, workers=1, resources=asked) as cluster:
+        places = [executor_of(cluster, task).pid for task in cluster.tasks()]
+        run = trainer_on(cluster).fit(X, steps=20, batch_size=64, progress=False)
+    return {
+        "places": places,
+        "steps": run.steps,
+        "wrong": [refusal(spark, 1, 1, resources=one) for one in wrong],
+    }
+
+
+def executor_of(cluster: jg.SparkCluster, task: str) -> psutil.Process:
+    """Returns the JVM of the executor on which a task is."""
+    keeper = psutil.Process(keeper_of(cluster, task))
+    return next(one for one in keeper.parents() if one.name() == "java")
+
+
 def stop_inside(spark: SparkSession) -> dict[str, Any]:
     """Spark is stopped while servers run; the last scenario of its session."""
     facts: dict[str, Any] = {}
@@ -263,9 +398,98 @@ def leave_open(spark: SparkSession) -> dict[str, Any]:
     return {}
 
 
+def frames(spark: SparkSession) -> dict[str, Any]:
+    """A DataFrame is written, trained on and scored; and what of it cannot be."""
+    ids = spark.range(0, 1000, 1, 4)
+    frame = ids.select(
+        functions.col("id"),
+        (functions.col("id") / 1000).cast("float").alias("x.1"),
+        functions.array(*(functions.col("id") % n for n in (2, 3, 5))).alias("hot"),
+        (functions.col("id") % 2 == 0).alias("even"),
+        array_to_vector(functions.array(functions.rand(7), functions.rand(8))).alias(
+            "dense"
+        ),
+        functions.col("id").cast("string").alias("name"),
+    )
+    names = ["dense", "even", "hot", "id", "x.1"]
+    source = jg.Source.spark(frame, columns=names)
+    data = source.open(None)
+    path = str(source.spec["path"])
+    batch = [one["id"] for one in read_all(path)]
+    kept = Path(os.environ["SCENARIO_DIRECTORY"]) / "frame"
+    jg.Source.spark(frame, columns=["id"], directory=kept)
+    there = sorted(file.suffix for file in kept.iterdir())
+    two = functions.when(functions.col("id") % 4 > 0, functions.col("id"))
+    length = (functions.col("id") % 2 + 1).cast("int")
+    lists = functions.array_repeat(functions.col("id"), length)
+    holes = functions.array(two)
+    sparse = spark.createDataFrame([(Vectors.sparse(3, {1: 1.0}),)], ["v"])
+    wrong = {
+        "no_frame": data_refusal([1, 2]),
+        "no_column": data_refusal(frame, columns=["densa"]),
+        "text": data_refusal(frame, columns="id"),
+        "twice": data_refusal(frame, columns=["id", "id"]),
+        "type": data_refusal(frame),
+        "nulls": data_refusal(ids.select("id", two.alias("some"))),
+        "ragged": data_refusal(ids.select(lists.alias("items"))),
+        "holes": data_refusal(ids.select(holes.alias("items"))),
+        "sparse": data_refusal(sparse),
+        "no_rows": data_refusal(frame.where("id < 0"), columns=["id"]),
+        "full": data_refusal(frame, columns=["id"], directory=kept),
+        "remote": data_refusal(frame, columns=["id"], directory="hdfs:///data/x"),
+        "pattern": data_refusal(frame, columns=["id"], directory="/data/*"),
+        "relative": data_refusal(frame, columns=["id"], directory="data"),
+        "upwards": data_refusal(frame, columns=["id"], directory="/data/../x"),
+    }
+    refused = kept.parent / "refused"
+    data_refusal(ids.select(lists.alias("items")), directory=refused)
+
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    columns = {"dense": "dense"}
+    call = lambda model, batch: {"p": model(batch["dense"])[:, 0]}
+    scored = jg.spark.predict(model, frame, columns, "p double", fn=call)
+    rows = scored.select("id", "p").toArrow()
+    as_list = frame.select(vector_to_array("dense").alias("v")).toArrow()
+    given = np.array(as_list.column("v").to_pylist())
+    expected = np.asarray(model(jnp.asarray(given, jnp.float32)))[:, 0]
+    by_list = jg.spark.predict(model, frame, ["dense"], "q array<float>")
+    lists_of = np.array(by_list.select("q").toArrow().column("q").to_pylist())
+    return {
+        "fields": {n: [str(a.dtype), list(a.shape)] for n, a in data.fields.items()},
+        "seen": sorted(int(i) for ids in batch for i in ids) == list(range(1000)),
+        "kept": there,
+        "wrong": wrong,
+        "refused_left": refused.exists(),
+        "scored": [str(kind) for kind in scored.dtypes],
+        "in_order": rows.column("id").to_pylist() == list(range(1000)),
+        "error": float(np.abs(np.array(rows.column("p")) - expected).max()),
+        "error_of_lists": float(np.abs(lists_of[:, 0] - expected).max()),
+        "wrong_scores": {
+            "column": score_refusal(model, frame, ["densa"], "p double"),
+            "out": score_refusal(model, frame, ["dense"], "p of doubles"),
+            "taken": score_refusal(model, frame, ["dense"], "id double"),
+            "model": score_refusal(3, frame, ["dense"], "p double"),
+            "no_frame": score_refusal(model, X, ["dense"], "p double"),
+        },
+    }
+
+
+def read_all(path: str) -> list[dict[str, Any]]:
+    """Reads what a source has, in the way that workers do."""
+    reader = open_source({"kind": "parquet", "path": path, "columns": ["id"]}, ())
+    return [
+        reader.read(number, np.arange(part.examples))
+        for number, part in enumerate(reader.parts)
+        if part.examples
+    ]
+
+
+_ALL = (
+    *(train, refusals, crowded, frames, moved, executors, profiles),
+    *(stop_inside, leave_open),
+)
 SCENARIOS: Mapping[str, Callable[[SparkSession], dict[str, Any]]] = {
-    one.__name__: one
-    for one in (train, refusals, crowded, moved, stop_inside, leave_open)
+    one.__name__: one for one in _ALL
 }
 
 
@@ -275,6 +499,7 @@ def tell(facts: dict[str, Any]) -> None:
 
 
 def main(master: str, *names: str) -> None:
+    os.environ["PYSPARK_PYTHON"] = sys.executable  # which has what scores rows
     builder = SparkSession.builder.master(master).appName("jgraph-tests")
     for key, value in {
         "spark.ui.enabled": "false",
@@ -284,11 +509,13 @@ def main(master: str, *names: str) -> None:
         builder = builder.config(key, value)
     spark = builder.getOrCreate()
     for name in names:
+        began = CLOCK.now()
         try:
             facts = SCENARIOS[name](spark)
         except Exception:  # noqa: BLE001  # told to the test, which fails
             facts = {"failure": traceback.format_exc()}
-        tell({"scenario": name, **facts})
+        took_s = round(CLOCK.now() - began, 1)
+        tell({"scenario": name, "scenario_s": took_s, **facts})
     if "stop_inside" not in names:
         spark.stop()
 

@@ -1,15 +1,12 @@
 """A Spark application as a place for servers: what it has, and why it will not do."""
 
 import os
-import re
 import sys
-from contextlib import suppress
-from typing import Any, Final, final
+from collections.abc import Collection, Mapping
+from typing import Any, final
 
+from jgraph.client.spark.slots import DYNAMIC, held_slots, is_one_process, slots_of
 from jgraph.errors import ConfigError
-
-_LOCAL: Final = re.compile(r"local(\[.*\])?")
-_DYNAMIC: Final = "spark.dynamicAllocation"
 
 
 def needs_pyspark() -> Any:
@@ -72,6 +69,8 @@ class Application:
                 "one with SparkSession.builder.getOrCreate()"
             )
 
+        self.name = str(self.context.applicationId)
+
     @property
     def master(self) -> str:
         """Spark's name of what runs it, such as ``local[4]``."""
@@ -80,7 +79,7 @@ class Application:
     @property
     def is_one_process(self) -> bool:
         """Whether executors are this driver's JVM."""
-        return _LOCAL.fullmatch(self.master) is not None
+        return is_one_process(self.context)
 
     @property
     def is_here(self) -> bool:
@@ -98,13 +97,33 @@ class Application:
 
     def slots(self) -> int | None:
         """Returns how many tasks Spark can run at once now; None: it does not say."""
-        from py4j.protocol import Py4JError
+        return slots_of(self.context)
 
-        with suppress(Py4JError, OSError, AttributeError):
-            java = self.context._jsc.sc()  # noqa: SLF001  # nothing public says it
-            profile = java.resourceProfileManager().defaultResourceProfile()
-            return int(java.maxNumConcurrentTasks(profile))
-        return None
+    def profiles_of(
+        self, resources: Mapping[str, Mapping[str, float]], jobs: Collection[str]
+    ) -> dict[str, Any]:
+        """Returns what a task of each job asks of Spark.
+
+        Args:
+          resources: by job, ``{"worker": {"cpus": 4, "gpu": 1}}``.
+          jobs: of the cluster.
+
+        Raises:
+          ConfigError: a job that the cluster lacks, no such amount, or executors that
+            cannot be asked.
+        """
+        if unknown := sorted(resources.keys() - set(jobs)):
+            raise ConfigError(
+                f"resources names '{unknown[0]}', and the cluster has only "
+                f"{', '.join(jobs)}; write for example "
+                'resources={"worker": {"cpus": 4, "gpu": 1}}'
+            )
+        if resources and self.is_one_process:
+            raise ConfigError(
+                f"resources are asked of executors, and the master {self.master} has "
+                "none: there each task has one slot; leave resources= away"
+            )
+        return {job: _profile(job, asked) for job, asked in resources.items()}
 
     def check_room(self, num_tasks: int) -> None:
         """Refuses more tasks than there can ever be slots for.
@@ -114,15 +133,16 @@ class Application:
         """
         settings = self.context.getConf()
         if self.is_one_process:
-            slots = self.slots()
-            if slots is not None and slots < num_tasks:
+            slots, held = self.slots(), held_slots(self.name)
+            if slots is not None and slots < num_tasks + held:
+                others = f", of which another cluster holds {held}" if held else ""
                 raise ConfigError(
                     f"{num_tasks} tasks of the cluster need as many slots, and the "
-                    f"master {self.master} has {slots}; make the session with "
-                    f'.master("local[{num_tasks}]"), or ask for fewer tasks'
+                    f"master {self.master} has {slots}{others}; make the session with "
+                    f'.master("local[{num_tasks + held}]"), or ask for fewer tasks'
                 )
-        if settings.get(f"{_DYNAMIC}.enabled", "false") == "true":
-            most = settings.get(f"{_DYNAMIC}.maxExecutors", "")
+        if settings.get(f"{DYNAMIC}.enabled", "false") == "true":
+            most = settings.get(f"{DYNAMIC}.maxExecutors", "")
             cores = settings.get("spark.executor.cores", "")
             each = int(settings.get("spark.task.cpus", "1"))
             if most.isdecimal() and cores.isdecimal():
@@ -130,10 +150,28 @@ class Application:
                 if slots < num_tasks:
                     raise ConfigError(
                         f"{num_tasks} tasks of the cluster need as many slots, and "
-                        f"{_DYNAMIC}.maxExecutors={most} with "
+                        f"{DYNAMIC}.maxExecutors={most} with "
                         f"spark.executor.cores={cores} and spark.task.cpus={each} "
                         f"gives {slots} at most; raise it, or ask for fewer tasks"
                     )
+
+
+def _profile(job: str, asked: Mapping[str, Any]) -> Any:
+    from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+
+    requests = TaskResourceRequests()
+    for name, amount in asked.items():
+        is_number = isinstance(amount, int | float) and not isinstance(amount, bool)
+        if not is_number or amount <= 0 or (name == "cpus" and amount % 1):
+            raise ConfigError(
+                f"resources asks {amount!r:.60} {name} for each {job}; write for "
+                'example {"cpus": 4, "gpu": 1}, cpus in whole numbers'
+            )
+        if name == "cpus":
+            requests = requests.cpus(int(amount))
+        else:
+            requests = requests.resource(name, float(amount))
+    return ResourceProfileBuilder().require(requests).build
 
 
 def driver_python() -> str:

@@ -53,6 +53,9 @@ class SparkCluster(Cluster):
       workers: how many workers.
       evaluators: 1: a task that evaluates while the workers train on.
       jobs: further jobs, ``{"name": count}``.
+      resources: what a task of a job asks of Spark, ``{"worker": {"cpus": 4, "gpu":
+        1}}``, on executors that have it; one slot if it is not named. A task that has
+        GPUs sees those alone.
       restarts: how often a task that died, or whose executor did, is started again
         within a minute, without what it held, on any executor with a slot. See
         ``Trainer.fit(checkpoint=…)`` for what a run does then.
@@ -89,6 +92,7 @@ class SparkCluster(Cluster):
         *,
         evaluators: int = 0,
         jobs: Mapping[str, int] | None = None,
+        resources: Mapping[str, Mapping[str, float]] | None = None,
         restarts: int = 2,
         timeout_s: float = START_S,
         python: str = "",
@@ -126,6 +130,7 @@ class SparkCluster(Cluster):
             self._processes = SparkProcesses(
                 *(application, tasks, directory, order, dict(env or {})),
                 python=python,
+                resources=resources or {},
                 restarts=restarts,
                 timeout_s=timeout_s,
                 on_move=self._move,

@@ -37,6 +37,7 @@ class SparkJobs:
       context: the SparkContext.
       group: what Spark calls them together.
       orders: of each task, for ``keeper.serve``.
+      profiles: what a task asks of Spark, where that is not a slot.
       on_failure: is told why a job has ended that nobody has wanted anew, in its
         thread.
       clock: for how long to wait for ends.
@@ -47,6 +48,7 @@ class SparkJobs:
         context: Any,
         group: str,
         orders: Mapping[TaskName, str],
+        profiles: Mapping[TaskName, Any],
         on_failure: Callable[[TaskName, str], None],
         clock: Clock,
     ) -> None:
@@ -55,6 +57,7 @@ class SparkJobs:
         self._context = context
         self._group = group
         self._orders = orders
+        self._profiles = profiles
         self._on_failure = on_failure
         self._clock = clock
         self._over = threading.Event()
@@ -124,6 +127,8 @@ class SparkJobs:
                     jobs._jrdd  # noqa: B018, SLF001  # pickles it
                 finally:
                     cloudpickle.unregister_pickle_by_value(keeper)
+            if (profile := self._profiles.get(task)) is not None:
+                jobs = jobs.withResources(profile)
             jobs.collect()
         except Exception as error:  # noqa: BLE001  # whatever ended it, it is over
             return _reason(error)

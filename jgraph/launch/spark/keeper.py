@@ -74,8 +74,8 @@ class Keeper:
 
     def run(self) -> None:
         """Does what the driver says until it says that all is over, or is gone."""
-        self._socket = self._connected()
         try:
+            self._socket = self._connected()
             self._say_hello(self._socket)
             silent = 0
             while silent < SILENT_BEATS and os.getppid() == self._parent:
@@ -94,7 +94,8 @@ class Keeper:
         finally:
             self._end_child()
             for one in (self._socket, self._bell, self._ring):
-                one.close()
+                if one is not None:
+                    one.close()
 
     # ------------------------------------------------------------ the driver
 
@@ -200,7 +201,7 @@ class Keeper:
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                env={**os.environ, **environment},
+                env={**os.environ, **_devices(), **environment},
                 start_new_session=True,  # Spark's signals are for its own processes
             )
         except OSError as error:
@@ -218,17 +219,22 @@ class Keeper:
         log = threading.Thread(target=self._read_log, args=(child, tail))
         log.daemon = True
         log.start()
-        for line in child.stdout or ():
-            self._note("line", number, line.rstrip("\n"))
+        if child.stdout is not None:
+            with child.stdout as answers:
+                for line in answers:
+                    self._note("line", number, line.rstrip("\n"))
         code = child.wait()
         log.join(BEAT_S)
         self._note("ended", number, (code, "\n".join(tail)))
 
     def _read_log(self, child: "subprocess.Popen[str]", tail: deque[str]) -> None:
-        for line in child.stderr or ():
-            tail.append(line.rstrip("\n"))
-            if self._order["echo"]:  # into the log of the executor
-                sys.stderr.write(line)
+        if child.stderr is None:
+            return
+        with child.stderr as lines:
+            for line in lines:
+                tail.append(line.rstrip("\n"))
+                if self._order["echo"]:  # into the log of the executor
+                    sys.stderr.write(line)
 
     def _note(self, what: str, number: int, fact: Any) -> None:
         self._news.put((what, number, fact))
@@ -267,3 +273,14 @@ class Keeper:
         except subprocess.TimeoutExpired:
             os.kill(child.pid, signal.SIGKILL)
             child.wait(_END_S)
+
+
+def _devices() -> dict[str, str]:
+    """Returns what says which GPUs Spark has given to this task."""
+    try:
+        from pyspark import TaskContext
+    except ImportError:
+        return {}  # not a task of Spark
+    context = TaskContext.get()
+    gpus = None if context is None else context.resources().get("gpu")
+    return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus.addresses)}

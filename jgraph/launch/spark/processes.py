@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, final
 
+from jgraph.client.spark.slots import hold
 from jgraph.clock import Clock
 from jgraph.cluster.events import Event
 from jgraph.cluster.spec import ClusterSpec
@@ -37,6 +38,7 @@ class SparkProcesses:
       order: what they are begun with.
       environment: variables to set for them.
       python: their Python; empty: the driver's where it is there.
+      resources: what a task of a job asks of Spark; a slot if it is not named.
       restarts: how often a task that died is started again within a minute.
       timeout_s: how long to wait until all listen and know each other.
       on_move: is told the cluster when a task is at another address; in any thread.
@@ -57,12 +59,18 @@ class SparkProcesses:
         environment: Mapping[str, str],
         *,
         python: str,
+        resources: Mapping[str, Mapping[str, float]],
         restarts: int,
         timeout_s: float,
         on_move: Callable[[ClusterSpec], None],
         clock: Clock,
     ) -> None:
-        application.check_room(len(tasks))
+        jobs = list(dict.fromkeys(map(_job_of, tasks)))
+        profiles = application.profiles_of(resources, jobs)
+        if not profiles:
+            application.check_room(len(tasks))
+        hold(application.name, len(tasks))
+        self._held = len(tasks)
         self._application = application
         self._on_move = on_move
         self._lock = threading.Lock()
@@ -99,8 +107,11 @@ class SparkProcesses:
                 "echo": not application.is_one_process,
             }
             orders = {task: json.dumps({**facts, "task": task}) for task in tasks}
+            asked = {t: profiles[j] for t in tasks if (j := _job_of(t)) in profiles}
             self._jobs = SparkJobs(
-                application.context, self._group, orders, self._job_ended, clock
+                *(application.context, self._group, orders, asked),
+                self._job_ended,
+                clock,
             )
             everyone = list(self._processes.values())
             for process in everyone:
@@ -157,6 +168,8 @@ class SparkProcesses:
         self._control.close()
         if self._restarter is not None:
             self._restarter.join()
+        hold(self._application.name, -self._held)
+        self._held = 0
 
     # ------------------------------------------------------------ parts
 

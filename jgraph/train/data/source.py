@@ -1,9 +1,10 @@
 """Data sources that workers read themselves: named here, opened where they are read."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 import jax
 import numpy as np
@@ -16,6 +17,9 @@ from jgraph.runtime.data.sources import open_source
 from jgraph.train.data.data import Data, Dataset, as_dataset
 from jgraph.train.data.forms import Stream
 from jgraph.view import markup
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
 
 Features = Mapping[str, tuple[str, Sequence[int]]]
 """Name, and dtype and shape of one example: ``{"image": ("uint8", (28, 28))}``."""
@@ -74,6 +78,44 @@ class Source:
         """
         names = None if columns is None else list(columns)
         return cls({"kind": "parquet", "path": path, "columns": names})
+
+    @classmethod
+    def spark(
+        cls,
+        frame: "DataFrame",
+        *,
+        columns: Sequence[str] | None = None,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> Self:
+        """Returns columns of a DataFrame, which Spark writes now as Parquet files.
+
+        From then on they are files as any others: nothing of Spark is needed to train.
+        Needs ``pip install 'jgraph[spark]'`` here and ``'jgraph[data]'`` where they are
+        read.
+
+        Args:
+          frame: the DataFrame of Spark.
+          columns: which; all if unset. A column has numbers or booleans, lists of them
+            of one length, or dense vectors.
+          directory: a new directory, under one path on all hosts of the workers and of
+            the executors; the files stay. A temporary one if unset, which goes with
+            this process: where all are on this machine.
+
+        Raises:
+          ConfigError: no DataFrame; no such column, or one of another type; a directory
+            that will not do.
+          DataError: no rows, rows without a value, lists of different lengths, sparse
+            vectors; says how many, and leaves no file.
+
+        Example:
+          >>> where = "/mnt/share/train"
+          >>> Source.spark(df, columns=["x"], directory=where)  # doctest: +SKIP
+          Source(parquet, '/mnt/share/train/*.parquet')
+        """
+        from jgraph.train.spark.frame_files import write_frame
+
+        path, names = write_frame(frame, columns, directory)
+        return cls.parquet(f"{path}/*.parquet", columns=names)
 
     @classmethod
     def tfrecord(cls, path: str, features: Features) -> Self:

@@ -1,26 +1,31 @@
 """Clusters on Spark: a real one on this machine, in a process of its own."""
 
-import importlib.util
 import json
-import os
-import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from jgraph.errors import ConfigError
 from jgraph.launch.spark.cluster import SparkCluster
+from tests.support.spark_driver import Facts, facts_of, spark_home, start
 
-ROOT = Path(__file__).parents[3]
-SESSION = ROOT / "tests/support/spark_session.py"
+DYNAMIC = {
+    "spark.dynamicAllocation.enabled": "true",
+    "spark.dynamicAllocation.shuffleTracking.enabled": "true",
+    "spark.executor.cores": "1",
+}
+DAY = ("train", "refusals", "stop_inside")
+"""In this order: the last one stops the session."""
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("nothing_is_left"),
+]
 
 
 def test_without_pyspark_the_message_says_what_to_install(
@@ -31,62 +36,26 @@ def test_without_pyspark_the_message_says_what_to_install(
         SparkCluster(None)
 
 
-def needs_spark() -> None:
-    if importlib.util.find_spec("pyspark") is None:
-        pytest.skip("needs PySpark: pip install 'jgraph[spark]'")
-    if shutil.which("java") is None:
-        pytest.skip("needs Java: apt-get install default-jre-headless")
-
-
-def start(
-    directory: Path, master: str, *scenarios: str, **settings: str
-) -> "subprocess.Popen[str]":
-    needs_spark()
-    temporary = directory / "temporary"
-    temporary.mkdir(exist_ok=True)
-    told = {"spark.local.dir": str(temporary), **settings}
-    with (directory / "errors").open("w") as errors:
-        return subprocess.Popen(
-            [sys.executable, str(SESSION), master, *scenarios],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            cwd=directory,
-            env={
-                **os.environ,
-                "TMPDIR": str(temporary),
-                "PYTHONPATH": str(ROOT),
-                "SCENARIO_DIRECTORY": str(directory / "saved"),
-                "SCENARIO_SETTINGS": json.dumps(told),
-            },
-        )
-
-
-def facts_of(process: "subprocess.Popen[str]", directory: Path) -> dict[str, Any]:
-    out, _ = process.communicate()
-    errors = (directory / "errors").read_text()
-    assert process.returncode == 0, errors
-    found = {}
-    for line in out.splitlines():
-        facts = json.loads(line)
-        assert "failure" not in facts, facts["failure"] + errors[-4000:]
-        found[facts["scenario"]] = facts
-    return found
-
-
 @pytest.fixture(scope="module")
-def day(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def day(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Facts]:
     """What was seen in one session of three slots."""
     directory = tmp_path_factory.mktemp("spark")
-    process = start(directory, "local[3]", "train", "refusals", "stop_inside")
+    process = start(directory, "local[3]", *DAY)
     with process:
         yield facts_of(process, directory)
     left = [str(path) for path in (directory / "temporary").rglob("*jgraph*")]
     assert not left
 
 
-def test_a_model_is_trained_on_spark_and_nothing_is_left(day: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    """What was seen of DataFrames, which takes a minute."""
+    directory = tmp_path_factory.mktemp("frames")
+    with start(directory, "local[3]", "frames") as process:
+        return facts_of(process, directory)
+
+
+def test_a_model_is_trained_on_spark_and_nothing_is_left(day: Facts) -> None:
     found = day["train"]
     assert found["steps"] == 300
     assert found["result"] == pytest.approx(3, abs=0.01)
@@ -99,13 +68,14 @@ def test_a_model_is_trained_on_spark_and_nothing_is_left(day: dict[str, Any]) ->
     assert not found["secrets_left"]
 
 
-def test_no_private_key_of_a_task_is_on_the_driver(day: dict[str, Any]) -> None:
+def test_no_private_key_of_a_task_is_on_the_driver(day: Facts) -> None:
     keys = {"client.key", "launcher.key"}
     assert {f for f in day["train"]["files"] if f.endswith(".key")} == keys
 
 
+@pytest.mark.row(43)
 def test_a_server_that_is_killed_is_started_again_in_its_spark_task(
-    day: dict[str, Any],
+    day: Facts,
 ) -> None:
     found = day["train"]
     assert found["killed"] == ["/job:worker/task:1"]
@@ -117,8 +87,9 @@ def test_a_server_that_is_killed_is_started_again_in_its_spark_task(
     )
 
 
+@pytest.mark.row(43)
 def test_a_server_ends_with_its_spark_task_and_gets_another(
-    day: dict[str, Any],
+    day: Facts,
 ) -> None:
     found = day["train"]
     assert found["server_outlives_its_spark_task_s"] < 10
@@ -126,19 +97,23 @@ def test_a_server_ends_with_its_spark_task_and_gets_another(
     assert any("the loss of its Spark task on " in event for event in found["events"])
 
 
+@pytest.mark.bad_input_row(30)
 def test_what_cannot_be_a_cluster_on_spark_is_refused_in_words(
-    day: dict[str, Any],
+    day: Facts,
 ) -> None:
     found = day["refusals"]
     assert found["nobody"].startswith("JG-124 a cluster needs at least one task")
     assert "takes a SparkSession, not 'local[2]'" in found["no_session"]
     assert "the master local[3] has 3; make the session with" in found["too_many"]
+    assert "the master local[3] has none" in found["no_executors"]
+    assert "resources names 'wroker'" in found["no_such_job"]
     assert "write workers=2" in found["misspelled"]
     assert "../other" in found["unsafe_job"]
     assert found["left"] == found["jobs_left"] == 0
 
 
-def test_executors_without_jgraph_are_named_in_a_table(day: dict[str, Any]) -> None:
+@pytest.mark.bad_input_row(30)
+def test_executors_without_jgraph_are_named_in_a_table(day: Facts) -> None:
     found = day["refusals"]
     assert found["no_python"].startswith("JG-141 ")
     assert "there is no program /no/such/python" in found["no_python"]
@@ -150,8 +125,63 @@ def test_executors_without_jgraph_are_named_in_a_table(day: dict[str, Any]) -> N
     assert lines[3].split()[-1] == "none"
 
 
+@pytest.mark.nightly
+def test_a_data_frame_is_written_once_and_read_as_files(night: Facts) -> None:
+    found = night["frames"]
+    assert found["fields"] == {
+        "data['dense']": ["float32", [1000, 2]],
+        "data['even']": ["bool", [1000]],
+        "data['hot']": ["int32", [1000, 3]],
+        "data['id']": ["int32", [1000]],
+        "data['x.1']": ["float32", [1000]],
+    }
+    assert found["seen"], "each row once"
+    assert ".parquet" in found["kept"]
+
+
+@pytest.mark.bad_input_row(30)
+@pytest.mark.nightly
+def test_a_data_frame_that_is_no_data_is_refused_with_counts_and_leaves_nothing(
+    night: Facts,
+) -> None:
+    found, said = night["frames"], night["frames"]["wrong"]
+    assert not found["refused_left"]
+    assert "takes a DataFrame of Spark, not list" in said["no_frame"]
+    assert "no column 'densa'; did you mean 'dense'?" in said["no_column"]
+    assert "write a list of names: columns=['id']" in said["text"]
+    assert "the column 'id' comes twice" in said["twice"]
+    assert "the column 'name' is of type string" in said["type"]
+    assert "'some' has no value in 250 of 1,000 rows" in said["nulls"]
+    assert "different lengths, or empty ones (1 in 500, 2 in 500)" in said["ragged"]
+    assert "'items' has lists with missing values in 250 of 1,000" in said["holes"]
+    assert "'v' has sparse vectors in 1 of 1 rows" in said["sparse"]
+    assert "the DataFrame has no rows" in said["no_rows"]
+    assert "there is something in" in said["full"]
+    assert "mount hdfs on all hosts" in said["remote"]
+    for name in ("pattern", "relative", "upwards"):
+        assert "write a whole path from / on" in said[name]
+
+
+@pytest.mark.nightly
+def test_a_model_scores_a_data_frame_where_its_rows_are_in_their_order(
+    night: Facts,
+) -> None:
+    found = night["frames"]
+    assert found["scored"][-1] == "('p', 'double')"
+    assert found["in_order"]
+    assert found["error"] < 1e-5
+    assert found["error_of_lists"] < 1e-5
+    said = found["wrong_scores"]
+    assert "no column 'densa'; did you mean 'dense'?" in said["column"]
+    assert "is no list of columns as Spark writes them" in said["out"]
+    assert "has a column 'id' already" in said["taken"]
+    assert "cannot export a int" in said["model"]
+    assert "takes a DataFrame of Spark, not ndarray" in said["no_frame"]
+
+
+@pytest.mark.row(44)
 def test_servers_end_when_spark_is_stopped_and_the_cluster_says_so(
-    day: dict[str, Any],
+    day: Facts,
 ) -> None:
     found = day["stop_inside"]
     assert found["there"] == 2
@@ -163,6 +193,7 @@ def test_servers_end_when_spark_is_stopped_and_the_cluster_says_so(
     assert not found["secrets_left"]
 
 
+@pytest.mark.row(44)
 @pytest.mark.nightly
 def test_servers_end_when_the_driver_is_killed(tmp_path: Path) -> None:
     with start(tmp_path, "local[2]", "leave_open") as process:
@@ -176,21 +207,30 @@ def test_servers_end_when_the_driver_is_killed(tmp_path: Path) -> None:
         assert not alive
 
 
+@pytest.mark.bad_input_row(30)
 @pytest.mark.nightly
 def test_missing_slots_are_named_and_two_clusters_share_an_application(
     tmp_path: Path,
 ) -> None:
-    with start(tmp_path, "local[3]", "crowded") as process:
+    settings = {**DYNAMIC, "spark.dynamicAllocation.maxExecutors": "2"}
+    with start(tmp_path, "local[3]", "crowded", settings=settings) as process:
         found = facts_of(process, tmp_path)["crowded"]
     assert (
-        "Spark has started 1 of 2 tasks; it has 3 slots in all within 8 s"
+        "Spark has started 1 of 2 tasks; it has 3 slots in all within 45 s"
         in (found["missing"])
     )
     assert found["missing"].startswith("JG-134 ")
-    assert found["took_s"] < 30
+    assert "has 3, of which another cluster holds 2" in found["third"]
+    assert found["took_s"] < 90
+    assert "servers of jg.SparkCluster hold all 3" in found["no_slot"]
+    assert (
+        "spark.dynamicAllocation.maxExecutors=2 with spark.executor.cores=1"
+        in (found["few_executors"])
+    )
     assert found["sums"] == pytest.approx([2.2847824, 2.2847824])
 
 
+@pytest.mark.row(43)
 @pytest.mark.nightly
 def test_a_run_goes_on_when_its_ps_is_at_another_address(tmp_path: Path) -> None:
     with start(tmp_path, "local[3]", "moved") as process:
@@ -198,3 +238,35 @@ def test_a_run_goes_on_when_its_ps_is_at_another_address(tmp_path: Path) -> None
     assert found["moved"]
     assert found["lost"] == [["/job:ps/task:0"]]
     assert found["result"] == pytest.approx(3, abs=0.01)
+
+
+@pytest.mark.row(43)
+@pytest.mark.nightly
+@pytest.mark.timeout(900)  # five JVMs take minutes to start on a busy machine
+def test_a_run_goes_on_when_executors_are_killed_and_loses_no_update(
+    tmp_path: Path,
+) -> None:
+    home = spark_home(tmp_path)
+    master = "local-cluster[4,1,1024]"
+    settings = {**DYNAMIC, "spark.dynamicAllocation.executorIdleTimeout": "2s"}
+    with start(
+        tmp_path, master, "executors", spark_home=home, settings=settings
+    ) as process:
+        found = facts_of(process, tmp_path)["executors"]
+    assert found["lost"] == [["/job:ps/task:1"]]
+    assert found["begun_anew"] == ["/job:ps/task:1", "/job:worker/task:1"]
+    assert max(found["back_s"].values()) < 60
+    assert found["ends_s"] < 10
+    assert len(found["events"]) == 2
+
+
+@pytest.mark.nightly
+def test_a_task_that_asks_for_more_than_a_slot_gets_it(tmp_path: Path) -> None:
+    home = spark_home(tmp_path)
+    master = "local-cluster[2,2,1024]"
+    with start(tmp_path, master, "profiles", spark_home=home) as process:
+        found = facts_of(process, tmp_path)["profiles"]
+    first, second, worker = found["places"]
+    assert first == second != worker
+    assert found["steps"] == 20
+    assert all("cpus in whole numbers" in said for said in found["wrong"])

@@ -1,0 +1,1 @@
+"""Spark applications, as clusters on them and their other jobs see them."""

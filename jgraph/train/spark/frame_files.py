@@ -1,0 +1,262 @@
+"""Parquet files of a Spark DataFrame: written once by Spark, checked, then only read.
+
+Rows are not fed: a queue from each partition to one consumer hangs when either dies,
+and nothing is dealt again. Files are dealt, shuffled and counted as any others are.
+"""
+
+import atexit
+import difflib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from jgraph.client.spark.slots import check_slot
+from jgraph.errors import ConfigError, DataError
+
+_OfColumn: TypeAlias = Callable[[Any], Any]
+
+_GROUP_BYTES: Final = 8 << 20
+"""Bytes of a row group: a worker reads whole ones, for some batches at a time."""
+_SHOWN: Final = 5
+_NUMBERS: Final = ("tinyint", "smallint", "int", "bigint", "float", "double", "boolean")
+_INSTEAD: Final = {
+    "decimal": 'cast it: F.col("{0}").cast("double")',
+    "string": 'make numbers of it, such as F.xxhash64("{0}") % 1000 or a StringIndexer',
+    "date": 'make a number of it: F.unix_date("{0}")',
+    "timestamp": 'make a number of it: F.unix_timestamp("{0}")',
+    "timestamp_ntz": 'make a number of it: F.unix_timestamp("{0}")',
+}
+_PATTERN: Final = "*?["
+
+
+def check_frame(frame: object, what: str) -> None:
+    """Refuses what is no DataFrame of Spark.
+
+    Raises:
+      ConfigError: it is not, or PySpark is not installed.
+    """
+    try:
+        from pyspark.sql import DataFrame
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} needs PySpark, which cannot be imported here ({error}); type: "
+            "pip install 'jgraph[spark]'"
+        ) from error
+    if not isinstance(frame, DataFrame):
+        raise ConfigError(
+            f"{what} takes a DataFrame of Spark, not {type(frame).__name__}; "
+            "spark.createDataFrame(…) makes one of pandas, and fit takes arrays as "
+            "they are"
+        )
+
+
+def check_columns(frame: Any, columns: Sequence[str] | None) -> list[str]:
+    """Returns the names of columns that are there; all if none are named.
+
+    Raises:
+      ConfigError: there is none of that name, or it comes twice.
+    """
+    if isinstance(columns, str):
+        raise ConfigError(
+            f"columns is '{columns}'; write a list of names: columns=['{columns}']"
+        )
+    names = list(frame.columns if columns is None else columns)
+    if not names:
+        raise ConfigError(
+            f"no column is named; the DataFrame has {', '.join(frame.columns)}"
+        )
+    for name in names:
+        if name not in frame.columns:
+            near = difflib.get_close_matches(str(name), frame.columns, 1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise ConfigError(
+                f"the DataFrame has no column '{name}'{hint} It has "
+                f"{', '.join(frame.columns)}"
+            )
+        if names.count(name) > 1 or frame.columns.count(name) > 1:
+            raise ConfigError(f"the column '{name}' comes twice; give it another name")
+    return names
+
+
+def write_frame(
+    frame: Any, columns: Sequence[str] | None, directory: str | os.PathLike[str] | None
+) -> tuple[Path, list[str]]:
+    """Writes columns of a DataFrame as Parquet files, and looks through them.
+
+    Args:
+      frame: the DataFrame.
+      columns: which; all if unset.
+      directory: where to; a temporary one if unset, which goes with this process.
+
+    Returns:
+      The directory, and the columns.
+
+    Raises:
+      ConfigError: no such column, one of a type that is no number, or a directory that
+        will not do.
+      DataError: no rows, or some without a value, or lists of different lengths; says
+        how many. Nothing of it is left.
+    """
+    check_frame(frame, "jg.Source.spark")
+    names = check_columns(frame, columns)
+    check_slot(frame.sparkSession, "jg.Source.spark")
+    chosen = [numbers_of(frame, name) for name in names]
+    where = _directory(frame, directory)
+    had_one = where.exists()
+    try:
+        frame.select(*chosen).write.mode("append").option(
+            "parquet.block.size", _GROUP_BYTES
+        ).parquet(where.as_uri())
+        _check_rows(frame.sparkSession.read.parquet(where.as_uri()), frame, names)
+    except BaseException:
+        _forget(where, keep=had_one)
+        raise
+    if directory is None:
+        atexit.register(shutil.rmtree, where, ignore_errors=True)
+    return where, names
+
+
+def is_vector(frame: Any, name: str) -> bool:
+    """Whether a column has vectors of Spark's machine learning."""
+    return type(frame.schema[name].dataType).__name__ == "VectorUDT"
+
+
+def numbers_of(frame: Any, name: str) -> Any:
+    """Returns a column as numbers, or lists of them; sparse vectors as empty ones.
+
+    Raises:
+      ConfigError: it has neither.
+    """
+    from pyspark.sql import functions
+    from pyspark.sql.types import ArrayType
+
+    column, kind = functions.col(f"`{name}`"), frame.schema[name].dataType
+    if is_vector(frame, name):
+        # A sparse one is written as an empty list, which is looked for.
+        parts = functions.unwrap_udt(column)
+        dense = functions.when(parts["type"] == 1, parts["values"])
+        filled = functions.coalesce(dense, functions.array())
+        listed = functions.when(column.isNotNull(), filled)
+        return listed.cast("array<double>").alias(name)
+    inner = kind.elementType if isinstance(kind, ArrayType) else kind
+    if inner.simpleString() not in _NUMBERS:
+        raise _not_numbers(name, kind.simpleString())
+    return column.alias(name)
+
+
+def _not_numbers(name: str, kind: str) -> ConfigError:
+    word = kind.partition("(")[0]
+    hint = _INSTEAD.get(word, "leave it out of columns=[…], or make numbers of it")
+    return ConfigError(
+        f"the column '{name}' is of type {kind}, and a model takes numbers, booleans, "
+        f"lists of them of one length, and dense vectors; {hint.format(name)}"
+    )
+
+
+def _directory(frame: Any, directory: str | os.PathLike[str] | None) -> Path:
+    if directory is None:
+        master = str(_setting(frame, "spark.master", "local"))
+        if not master.startswith("local"):
+            raise ConfigError(
+                f"the executors of {master} are on other hosts: name a directory that "
+                "all of them see under one path, such as "
+                'jg.Source.spark(df, directory="/mnt/share/train")'
+            )
+        return Path(tempfile.mkdtemp(prefix="jgraph-frame-"))
+    text = os.fspath(directory)
+    scheme, _, rest = text.partition("://")
+    if rest and scheme != "file":
+        raise ConfigError(
+            f"directory is {text}, and workers read files by their path: mount "
+            f"{scheme} on all hosts, and give the path there, such as "
+            '"/mnt/share/train"'
+        )
+    path = Path(rest or text)
+    if not path.is_absolute() or ".." in path.parts or set(text) & set(_PATTERN):
+        raise ConfigError(
+            f"directory is '{text}'; write a whole path from / on, the same on all "
+            f"hosts, without '..' or any of {_PATTERN}"
+        )
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(
+            f"there is something in {path} already, and other files would be read "
+            "with those of this DataFrame; name a new directory, or read it as "
+            f'jg.Source.parquet("{path}/*.parquet")'
+        )
+    return path
+
+
+def _setting(frame: Any, key: str, default: str) -> str:
+    return str(frame.sparkSession.conf.get(key, default))
+
+
+def _forget(where: Path, *, keep: bool) -> None:
+    """Removes what was written; the directory too, unless it was there before."""
+    shutil.rmtree(where, ignore_errors=True)
+    if keep and not where.name.startswith("jgraph-frame-"):
+        where.mkdir(exist_ok=True)
+
+
+def _check_rows(written: Any, frame: Any, names: Sequence[str]) -> None:
+    """Refuses rows that no batch can be made of; says how many there are."""
+    from pyspark.sql import functions
+    from pyspark.sql.types import ArrayType
+
+    lists = [n for n in names if isinstance(written.schema[n].dataType, ArrayType)]
+    asked = [functions.count(functions.lit(1)).alias("rows")]
+    count: _OfColumn = lambda is_so: functions.sum(is_so.cast("long"))
+    for index, name in enumerate(names):
+        column = functions.col(f"`{name}`")
+        asked.append(count(column.isNull()).alias(f"null{index}"))
+        if name in lists:
+            size = functions.size(column)
+            is_hole: _OfColumn = lambda item: item.isNull()
+            holes = functions.exists(column, is_hole)
+            asked += [
+                functions.min(size).alias(f"least{index}"),
+                functions.max(size).alias(f"most{index}"),
+                count(holes).alias(f"holes{index}"),
+                count(size == 0).alias(f"empty{index}"),
+            ]
+    found = written.agg(*asked).first()
+    rows = found["rows"]
+    if not rows:
+        raise DataError("the DataFrame has no rows")
+    problems: list[str] = []
+    for index, name in enumerate(names):
+        if found[f"null{index}"]:
+            problems.append(f"'{name}' has no value in {found[f'null{index}']:,}")
+        elif name in lists:
+            of_vectors = is_vector(frame, name)
+            problems += _of_lists(written, found, index, name, of_vectors=of_vectors)
+    if problems:
+        raise DataError(
+            f"{'; '.join(problems)} of {rows:,} rows. Fill in or drop them "
+            "(df.na.fill, df.na.drop), pad lists to one length, and make sparse "
+            "vectors dense (pyspark.ml.functions.vector_to_array)"
+        )
+
+
+def _of_lists(
+    written: Any, facts: Any, index: int, name: str, *, of_vectors: bool
+) -> list[str]:
+    """Returns what is wrong with a column of lists that are all there."""
+    from pyspark.sql import functions
+
+    if facts[f"holes{index}"]:
+        return [f"'{name}' has lists with missing values in {facts[f'holes{index}']:,}"]
+    if of_vectors and facts[f"empty{index}"]:
+        return [f"'{name}' has sparse vectors in {facts[f'empty{index}']:,}"]
+    if facts[f"least{index}"] == facts[f"most{index}"] > 0:
+        return []
+    size = functions.size(functions.col(f"`{name}`")).alias("length")
+    counts = (
+        written.groupBy(size).count().orderBy(functions.desc("count")).limit(_SHOWN)
+    )
+    lengths = ", ".join(
+        f"{row['length']} in {row['count']:,}" for row in counts.collect()
+    )
+    return [f"'{name}' has lists of different lengths, or empty ones ({lengths})"]
