@@ -126,7 +126,7 @@ export function timeline(trace, label) {
         const waits = one.track === "recv wait" || one.track === "turn";
         parts.push(s("rect", { x, y, width: wide, height: high - 3, fill: color(TRACKS[one.track] ?? 5), "fill-opacity": waits ? 0.3 : 0.9 },
           s("title", null, `${one.name}: ${one.ms.toFixed(3)} ms`)));
-        if (wide > 70) parts.push(s("text", { x: x + 3, y: y + 11, class: waits ? null : "on" }, one.name.slice(0, Math.floor(wide / 6.5))));
+        if (wide > 70) parts.push(s("text", { x: x + 3, y: y + 11, class: waits ? null : "on" }, one.name.replace(/\/job:(\w+)\/task:(\d+)/g, "$1:$2").slice(0, Math.floor(wide / 6.5))));
         if (one.sends) ends.sends.set(one.sends, [x, y + high / 2]);
         if (one.receives) ends.receives.set(one.receives, [x + one.ms * scale, y + high / 2]);
       }
@@ -140,6 +140,7 @@ export function timeline(trace, label) {
   });
   const marker = s("defs", null, s("marker", { id: "arrow", viewBox: "0 0 6 6", refX: 6, refY: 3, markerWidth: 6, markerHeight: 6, orient: "auto" },
     s("path", { d: "M0 0 L6 3 L0 6 z", fill: ink("soft") })));
-  const ticks = [0, 0.25, 0.5, 0.75, 1].map((share) => s("text", { x: left + share * (width - left - 40), y: 10 }, `${(share * trace.ms).toFixed(2)} ms`));
+  const ticks = [0, 0.25, 0.5, 0.75, 1].map((share) => s("text", {
+    x: left + share * (width - left), y: 10, "text-anchor": share === 1 ? "end" : share ? "middle" : "start" }, `${(share * trace.ms).toFixed(2)} ms`));
   return s("svg", { role: "img", "aria-label": label, viewBox: `0 0 ${width} ${y}`, width, height: y }, marker, ticks, parts, arrows);
 }
