@@ -113,11 +113,10 @@ class RunSupervisor:
         if order.HasField("client"):
             self.client = RunClient(order, self.record, self._client_gone)
         self.ready.client = self.client
-        self._restarters = Restarters(self.client)
-        self._joiners = RunJoiners(order, peers, self.ready, self.record, clock)
         self._workers = RunWorkers(
-            *(self._joiners, self.loops, self.copies, self._losses),
-            *(self._restarters, self._handle, self._do),
+            RunJoiners(order, peers, self.ready, self.record, clock),
+            *(self.loops, self.copies, self._losses, Restarters(self.client)),
+            *(self._handle, self._do),
         )
         self.saving = RunSaving(
             *(order, peers, self.record, self.ready, ps, self.client),
@@ -214,7 +213,7 @@ class RunSupervisor:
             )
 
     def _supervise(self, *, together: bool) -> None:
-        wait_s, least = self._order.wait_s, self._joiners.least
+        wait_s, least = self._order.wait_s, self._workers.joiners.least
         machine = Supervisor(together=together, wait_s=wait_s, least=least)
         self._supervisor = machine
         self._workers.begin(machine)
@@ -268,14 +267,15 @@ class RunSupervisor:
     def rearranged(self) -> None:
         """Takes note that tasks have joined the cluster, or left it."""
         ends = self._supervisor is None or self.record.is_over or self._leaves
-        if ends or not self._joiners.is_elastic:
+        joiners = self._workers.joiners
+        if ends or not joiners.is_elastic:
             return
         known, orders = self._losses.known, self.loops.replicas
-        for replica in self._joiners.leavers(orders):
+        for replica in joiners.leavers(orders):
             self._do(self._lose_member(orders[replica]))
             self._handle(MemberLeft(replica))
         for order in list(orders.values()):
-            if self._joiners.replaced(order, known.get(TaskName(order.task), "")):
+            if joiners.replaced(order, known.get(TaskName(order.task), "")):
                 self._do(self._lose_member(order))
         self._workers.rearranged()
 
@@ -295,7 +295,7 @@ class RunSupervisor:
         for work in self._working:
             work.cancel()
         self._holds.close()
-        self._restarters.close()
+        self._workers.close()
         self.saving.close()
         if self.client is not None:
             self.client.close()
@@ -460,7 +460,7 @@ class RunSupervisor:
         self.record.end(state, error)
         if self.client is not None:
             self.client.close()
-        self._restarters.close()
+        self._workers.close()
         self._do(self._let_go(dropped=not isinstance(error, FencedError)))
 
     async def _restart_ps(self) -> None:
@@ -610,7 +610,7 @@ class RunSupervisor:
     async def _begin_round(self, arbiter: pb.RunLoop, replicas: Sequence[int]) -> None:
         """Begins the next round of synchronous training."""
         orders = [self.loops.again(self.loops.replicas[r]) for r in replicas]
-        wanted = self._joiners.contributions(arbiter.sync.wanted, len(orders))
+        wanted = self._workers.joiners.contributions(arbiter.sync.wanted, len(orders))
         arbiter.sync.wanted = wanted
         try:
             await open_round_gates(self._peers, arbiter, orders)

@@ -188,6 +188,10 @@ class RunWorkers:
         orders = self.orders.replicas
         return [orders[replica].task for replica in running if replica in orders]
 
+    def close(self) -> None:
+        """Waits for nobody who starts workers any more."""
+        self.restarters.close()
+
     # ------------------------------------------------------------ the search
 
     def rearranged(self) -> None:
