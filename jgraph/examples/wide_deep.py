@@ -43,7 +43,7 @@ class WideDeep(nnx.Module):
     def __call__(self, batch: Any) -> jax.Array:
         """Returns logits float32[b] of a batch as ``census.features`` makes them."""
         rows = self.deep(batch["deep"])
-        x = jnp.concatenate([rows.reshape(len(rows), -1), batch["numbers"]], axis=1)
+        x = jnp.concatenate([rows.reshape(rows.shape[0], -1), batch["numbers"]], axis=1)
         x = nnx.relu(self.hidden2(nnx.relu(self.hidden1(x))))
         wide = embedding_bag(self.wide.embedding[...], batch["wide"], combiner="sum")
         logits: jax.Array = (self.out(x) + wide)[:, 0]
