@@ -102,6 +102,13 @@ LOADS: Final = (
 )
 
 
+SENDS_FUNCTIONS: Final = (
+    "jgraph/launch/spark/jobs.py",
+    "jgraph/train/spark/scoring.py",
+)
+"""Tell Spark that the modules of two functions travel to its executors with these."""
+
+
 def evils(code: CodeType) -> Iterator[str]:
     """Yields what compiled code imports, names or spells that it may not."""
     for one in dis.get_instructions(code):
@@ -131,7 +138,9 @@ def found(text: str) -> list[str]:
 def test_nothing_in_the_wheel_unpickles_or_evaluates(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     sources = [name for name in names if name.endswith(".py")]
-    told = {name: found(wheel.read(name).decode()) for name in sources}
+    told = {name: set(found(wheel.read(name).decode())) for name in sources}
+    for name in SENDS_FUNCTIONS:
+        told[name] -= {"imports cloudpickle", "uses cloudpickle"}
     assert {name: evil for name, evil in told.items() if evil} == {}
     assert len(sources) == len(list((ROOT / "jgraph").rglob("*.py")))
     page = "jgraph/dashboard/page/"  # has tests of its own
