@@ -164,12 +164,14 @@ def server(
     else:
         sources = allow_source or ()
         running = _as_described(job, task, cluster, tls_dir, sources, options)
-    facts = {"task": running.task, "target": running.target, "pid": os.getpid()}
-    say(facts, f"{running.task} serves at {running.target}", as_json=as_json)
     from jgraph.server.main import serve
 
+    def ready() -> None:
+        facts = {"task": running.task, "target": running.target, "pid": os.getpid()}
+        say(facts, f"{running.task} serves at {running.target}", as_json=as_json)
+
     orders = sys.stdin if end_with_input else None
-    if code := serve(running, orders, sigterm_code=sigterm_exit_code):
+    if code := serve(running, orders, sigterm_code=sigterm_exit_code, ready=ready):
         raise typer.Exit(code)
 
 

@@ -31,6 +31,7 @@ def serve(
     orders: TextIO | None = None,
     answers: TextIO | None = None,
     sigterm_code: int = 0,
+    ready: Callable[[], None] = lambda: None,
 ) -> int:
     """Waits until the server ends, and returns the exit code of its process.
 
@@ -45,6 +46,7 @@ def serve(
       answers: gets a line when a description is in force.
       sigterm_code: the exit code after SIGTERM, for who starts again what did not end
         with 0.
+      ready: called when signals are handled, to say that the task serves.
     """
     code = 0
 
@@ -64,6 +66,7 @@ def serve(
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+    ready()
     loading = threading.Thread(target=load_compiler, daemon=True)
     if orders is None:
         loading.start()

@@ -70,10 +70,12 @@ def tell_and_serve(server: "Server", parent: TextIO) -> int:
     """
     from jgraph.server.main import serve
 
-    facts = {"address": server.address, "task": server.task}
-    parent.write(json.dumps(facts) + "\n")
-    parent.flush()
-    return serve(server, orders=sys.stdin, answers=parent)
+    def ready() -> None:
+        facts = {"address": server.address, "task": server.task}
+        parent.write(json.dumps(facts) + "\n")
+        parent.flush()
+
+    return serve(server, orders=sys.stdin, answers=parent, ready=ready)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ class StepMessages:
                 self._transport.post(dst, frame(start_step=message))
             case _:
                 self._transport.post(dst, frame(step_done=message, tensors=tensors))
-                failpoint("step.told")
+                self._on_report()
 
     def _post_values(self, dst: TaskName, header: pb.Values, tensors: Tensors) -> None:
         try:
@@ -123,9 +123,12 @@ class StepMessages:
             return
         said = header, *header.more
         if any(one.HasField("done") for one in said):
-            failpoint("step.told")
+            self._on_report()
         if any(self.drives((one.handle, one.step_id)) for one in said):
             failpoint("push.sent")
+
+    def _on_report(self) -> None:
+        failpoint("step.told")
 
 
 def together(said: Sequence[Message]) -> list[Message]:
