@@ -15,11 +15,11 @@ from jgraph.clock import Clock, SystemClock
 from jgraph.cluster import event_loop
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
-from jgraph.errors import ConfigError, StartError, TaskMissingError
+from jgraph.errors import ConfigError, StartError
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.device import TaskName
 from jgraph.launch.local.processes import START_S, check_counts, tasks_of
-from jgraph.launch.local.restarts import check_restarts
+from jgraph.launch.local.restarts import check_none_gone, check_restarts
 from jgraph.launch.ray_task import (
     RayOrder,
     RayTask,
@@ -385,13 +385,8 @@ class RayCluster(Cluster):
 
     def check_startable(self) -> None:
         """See ``Cluster.check_startable``."""
-        if ends := self.gone():
-            raise TaskMissingError(
-                f"{'; '.join(ends.values())}\nRay does not make it again; make a new "
-                "jg.RayCluster, with more restarts, and resume there with "
-                "trainer.restore(…)",
-                missing=list(ends),
-            )
+        remedy = "make a new jg.RayCluster, with more restarts, and resume there with "
+        check_none_gone(self.gone(), f"{remedy}trainer.restore(…)")
 
     def close(self) -> None:
         """Ends all actors, and gives back what they had of Ray."""

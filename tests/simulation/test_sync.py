@@ -157,6 +157,16 @@ class Lossy(SyncWorld):
         self.sim.later(first_s + chance.random() * second_s, second)
 
 
+def check_updates(run: Lossy, seed: int) -> None:
+    """Checks the updates of a run, which its seed repeats."""
+    try:
+        run.check()
+        assert run.state != "done" or run.version == run.steps
+    except AssertionError as error:
+        error.add_note(f"JGRAPH_SIMULATION={seed} repeats it")
+        raise
+
+
 def lossy(seed: int, durability: Durability) -> Lossy:
     """Runs such a cluster, with checkpoints beside what is kept, to its end."""
     world = Lossy(seed, durability)
@@ -178,12 +188,7 @@ def test_all_ps_go_on_from_one_update_after_two_losses(
     kept_on = refused = 0
     for seed in range(FIRST, FIRST + RUNS // 20):
         run = lossy(seed, durability)
-        try:
-            run.check()
-            assert run.state != "done" or run.version == run.steps
-        except AssertionError as error:
-            error.add_note(f"JGRAPH_SIMULATION={seed} repeats it")
-            raise
+        check_updates(run, seed)
         kept_on += run.kept_on
         refused += run.differed
     assert kept_on >= RUNS // 20
@@ -223,12 +228,7 @@ def test_workers_that_hold_the_variables_are_lost_with_them(
     kept_on = restored = 0
     for seed in range(FIRST, FIRST + RUNS // 20):
         run = owned(seed, durability)
-        try:
-            run.check()
-            assert run.state != "done" or run.version == run.steps
-        except AssertionError as error:
-            error.add_note(f"JGRAPH_SIMULATION={seed} repeats it")
-            raise
+        check_updates(run, seed)
         kept_on += run.kept_on
         restored += run.restored
     assert (restored if durability == "checkpoint" else kept_on) >= RUNS // 20

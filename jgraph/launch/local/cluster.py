@@ -16,7 +16,7 @@ from jgraph.cluster.events import Event
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
 from jgraph.cluster.wait_message import show_wait
 from jgraph.coordination.liveness.freezes import FROZEN_S
-from jgraph.errors import RescaleError, TaskMissingError, hints
+from jgraph.errors import RescaleError, hints
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
 from jgraph.launch.local.freezes import check_frozen_s
@@ -26,7 +26,7 @@ from jgraph.launch.local.processes import (
     check_counts,
     tasks_of,
 )
-from jgraph.launch.local.restarts import check_restarts
+from jgraph.launch.local.restarts import check_none_gone, check_restarts
 from jgraph.rpc.security.token import NAME, TOKEN_FILE, Token
 
 if TYPE_CHECKING:
@@ -225,12 +225,8 @@ class LocalCluster(Cluster):
 
     def check_startable(self) -> None:
         """See ``Cluster.check_startable``."""
-        if ends := self.gone():
-            raise TaskMissingError(
-                f"{'; '.join(ends.values())}\nNothing starts it again; give "
-                "jg.LocalCluster more restarts, for example restarts=5",
-                missing=list(ends),
-            )
+        remedy = "give jg.LocalCluster more restarts, for example restarts=5"
+        check_none_gone(self.gone(), remedy)
 
     def close(self) -> None:
         """Ends all processes and frees their ports."""

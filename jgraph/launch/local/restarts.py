@@ -5,7 +5,7 @@ Imports no JAX, like ``processes``.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, final
 
 from jgraph.clock import Clock
@@ -17,7 +17,7 @@ from jgraph.coordination.liveness.restarts import (
     StartAgain,
     TaskEnded,
 )
-from jgraph.errors import ConfigError, StartError
+from jgraph.errors import ConfigError, StartError, TaskMissingError
 from jgraph.graph.device import TaskName
 
 _LOG = logging.getLogger("jgraph.restarts")
@@ -193,6 +193,23 @@ def wait_started(process: Process, spec: ClusterSpec, limit_s: float) -> None:
         process.join(spec)
     finally:
         timer.cancel()
+
+
+def check_none_gone(ends: Mapping[TaskName, str], remedy: str) -> None:
+    """Refuses to go on without tasks that nothing starts again.
+
+    Args:
+      ends: of tasks that have ended for good, how.
+      remedy: what the user does then.
+
+    Raises:
+      TaskMissingError: there are such tasks.
+    """
+    if ends:
+        raise TaskMissingError(
+            f"{'; '.join(ends.values())}\nNothing starts it again; {remedy}",
+            missing=list(ends),
+        )
 
 
 def check_restarts(restarts: object) -> None:

@@ -17,13 +17,12 @@ from jgraph.coordination.liveness.freezes import FROZEN_S
 from jgraph.errors import (
     ClusterUnreachableError,
     TaskLostError,
-    TaskMissingError,
     hints,
 )
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.device import TaskName
 from jgraph.launch.local.processes import check_counts, tasks_of
-from jgraph.launch.local.restarts import check_restarts
+from jgraph.launch.local.restarts import check_none_gone, check_restarts
 from jgraph.launch.spark.application import Application
 from jgraph.launch.spark.processes import SparkProcesses
 from jgraph.launch.spark.task_process import SparkOrder
@@ -177,13 +176,8 @@ class SparkCluster(Cluster):
 
     def check_startable(self) -> None:
         """See ``Cluster.check_startable``."""
-        if ends := self.gone():
-            raise TaskMissingError(
-                f"{'; '.join(ends.values())}\nNothing starts it again; make a new "
-                "jg.SparkCluster, with more restarts, and resume there with "
-                "trainer.restore(…)",
-                missing=list(ends),
-            )
+        remedy = "make a new jg.SparkCluster, with more restarts, and resume there "
+        check_none_gone(self.gone(), f"{remedy}with trainer.restore(…)")
 
     def close(self) -> None:
         """Ends all servers, and gives their slots back to Spark."""
