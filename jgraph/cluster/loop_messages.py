@@ -133,6 +133,10 @@ class LoopRequest:
         and that fetch is not reported.
       tell_every: say how many batches are done after so many steps; 0: with reports.
       prefetch: steps that are begun while the one before is computed.
+      pace_feed: int32 feed that gets how many steps a worker takes alone in a round;
+        empty: none.
+      pace_s: as many as take so long.
+      pace_most: and no more than these.
     """
 
     task: TaskName
@@ -155,6 +159,9 @@ class LoopRequest:
     finite: FiniteCheck | None = None
     tell_every: int = 0
     prefetch: int = 0
+    pace_feed: str = ""
+    pace_s: float = 0.0
+    pace_most: int = 0
 
 
 @final
@@ -292,6 +299,9 @@ def loop_order(request: LoopRequest) -> pb.RunLoop:
         finite_fetch=0 if request.finite is None else request.finite.fetch,
         tell_every=request.tell_every,
         prefetch=request.prefetch,
+        pace_feed=request.pace_feed,
+        pace_s=request.pace_s,
+        pace_most=request.pace_most,
     )
 
 

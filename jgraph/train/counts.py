@@ -1,4 +1,4 @@
-"""Integer options of users: checks, and Python's in place of NumPy's."""
+"""Numeric options of users: checks, and Python's in place of NumPy's."""
 
 import numpy as np
 
@@ -8,6 +8,13 @@ def is_count(value: object, least: int) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         return False
     return bool(value >= least)
+
+
+def is_duration(value: object) -> bool:
+    """Whether an option is a number of seconds, more than 0."""
+    if isinstance(value, bool) or not isinstance(value, float | int | np.number):
+        return False
+    return bool(value > 0)
 
 
 def as_ints(options: object, *names: str) -> None:

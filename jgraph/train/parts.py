@@ -278,7 +278,7 @@ class TrainerBuild:
         tx, local, sparse = config.tx, None, config.sparse
         if isinstance(config.strategy, LocalSGD):
             check_whole(adapter.tables)
-            local, sparse = (config.tx, config.strategy.sync_every), "off"
+            local, sparse = config.strategy.rule(config.tx), "off"
             tx = config.strategy.outer_optimizer
         tables = partial(tables_in, adapter, data, sparse)
         if config.cluster is not None:

@@ -2001,6 +2001,9 @@ class RunLoop(_message.Message):
     FINITE_FETCH_FIELD_NUMBER: _builtins.int
     TELL_EVERY_FIELD_NUMBER: _builtins.int
     PREFETCH_FIELD_NUMBER: _builtins.int
+    PACE_FEED_FIELD_NUMBER: _builtins.int
+    PACE_S_FIELD_NUMBER: _builtins.int
+    PACE_MOST_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     data: _builtins.str
     """name of the data set put on that worker"""
@@ -2052,6 +2055,12 @@ class RunLoop(_message.Message):
     """
     prefetch: _builtins.int
     """steps that are begun while the one before is computed"""
+    pace_feed: _builtins.str
+    """A step is a round of several, as many as take so long: their number, up to
+    `pace_most`, goes to the int32 feed `pace_feed`. Empty: it is none.
+    """
+    pace_s: _builtins.float
+    pace_most: _builtins.int
     @_builtins.property
     def sync(self) -> Global___SyncOrder: ...
     @_builtins.property
@@ -2095,10 +2104,13 @@ class RunLoop(_message.Message):
         finite_fetch: _builtins.int = ...,
         tell_every: _builtins.int = ...,
         prefetch: _builtins.int = ...,
+        pace_feed: _builtins.str = ...,
+        pace_s: _builtins.float = ...,
+        pace_most: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sync", b"sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "began_s", b"began_s", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "finite_fetch", b"finite_fetch", "finite_leaves", b"finite_leaves", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "prefetch", b"prefetch", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task", "tell_every", b"tell_every", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "began_s", b"began_s", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "finite_fetch", b"finite_fetch", "finite_leaves", b"finite_leaves", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "pace_feed", b"pace_feed", "pace_most", b"pace_most", "pace_s", b"pace_s", "prefetch", b"prefetch", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task", "tell_every", b"tell_every", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

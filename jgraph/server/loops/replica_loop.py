@@ -10,6 +10,7 @@ import numpy as np
 from jgraph.clock import Clock
 from jgraph.cluster.loop_messages import finite_check_of, rows_of
 from jgraph.coordination.run.loop_outcome import BATCH_ERRORS
+from jgraph.coordination.step.pace import Pace
 from jgraph.coordination.step.replica_loop import (
     End,
     Event,
@@ -74,6 +75,9 @@ class LoopRun:
         self._fed: dict[int, dict[str, Any]] = {}
         self._refused = 0
         self._finite = finite_check_of(order)
+        self._pace = None
+        if order.pace_feed:
+            self._pace = Pace(order.pace_s, order.pace_most)
         self._unwell: int | None = None
         self._leaving = False
         self._machine = ReplicaLoop(
@@ -214,6 +218,9 @@ class LoopRun:
     def _drive(self, step: int) -> None:
         self._started_at[step] = self._clock.now()
         order = self._order
+        if self._pace is not None:
+            taken = np.asarray(self._pace.steps, np.int32)
+            self._fed[step][order.pace_feed] = taken
         try:
             self._driver.start(
                 order.handle,
@@ -242,6 +249,8 @@ class LoopRun:
         for name, seconds in parts.items():
             self._times[name] += seconds
         self._computed_at = now
+        if self._pace is not None:
+            self._pace.took(parts["compute"])
         error = None
         if self._finite is not None:
             replica = self._order.replica

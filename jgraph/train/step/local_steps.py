@@ -11,7 +11,8 @@ Communication Training of Language Models", 2023.
 """
 
 from collections.abc import Callable
-from typing import Any, Final, final
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias, final, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,36 +21,70 @@ import optax
 from jgraph.graph.device import device
 from jgraph.graph.variable import Variable
 from jgraph.plan.program.replicas import own_prefix
-from jgraph.train.model.optimizer import CalledOptimizer
+from jgraph.train.model.optimizer import CalledOptimizer, Optimizer
 from jgraph.train.model.trees import Tree, path_of
 from jgraph.train.tables.row_step import Computed
 
+InnerState: TypeAlias = Literal["keep", "average", "reset"]
+"""What becomes of the state of a worker's own optimizer after a round."""
+
+INNER_STATES: Final[tuple[InnerState, ...]] = get_args(InnerState)
+
+OUTER, INNER = "outer", "inner"
+"""In the optimizer's state of a run, where that of workers is averaged: its parts."""
+
 _ROUNDS: Final = "rounds"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LocalRule:
+    """How a worker trains alone in a round.
+
+    Attributes:
+      tx: the optimizer of its steps.
+      count: steps of a round, at most.
+      paced: a round has as many as it is told.
+      weighs: a round counts by its steps; else each counts alike.
+      inner_state: what becomes of the state of ``tx`` after a round.
+    """
+
+    tx: Optimizer
+    count: int
+    paced: bool = False
+    weighs: bool = False
+    inner_state: InnerState = "keep"
 
 
 @final
 class LocalSteps:
     """The steps of a round, and the variables that each worker has for them.
 
-    They begin anew in each ``fit``, and are not part of a checkpoint.
+    They begin anew in each ``fit``, and are not part of a checkpoint. Where the state
+    of the optimizer is averaged it is part of the model's state, and of a checkpoint.
 
     Args:
-      tx: makes the steps.
-      count: of a round.
+      rule: how steps are taken.
       params: of the model, or their shapes and dtypes.
       container: of the variables.
     """
 
-    def __init__(
-        self, tx: CalledOptimizer, count: int, params: Tree, container: str
-    ) -> None:
-        self._tx = tx
-        self.count = count
-        state = jax.eval_shape(tx.init, params)
-        leaves, self._tree = jax.tree_util.tree_flatten_with_path(state)
+    def __init__(self, rule: LocalRule, params: Tree, container: str) -> None:
+        self.rule = rule
+        self.tx = CalledOptimizer(rule.tx)
+        """Makes the steps."""
+        self.count = rule.count
+        self.variables: tuple[Variable, ...] = ()
+        """Those of the worker that the step is planned for; the last counts rounds."""
+        if rule.inner_state == "keep":
+            self.variables = self._kept(params, container)
+
+    def _kept(self, params: Tree, container: str) -> tuple[Variable, ...]:
+        state = jax.eval_shape(self.tx.init, params)
+        leaves, _ = jax.tree_util.tree_flatten_with_path(state)
         types = [("/".join(path_of(path)), leaf) for path, leaf in leaves]
         types.append((_ROUNDS, jax.ShapeDtypeStruct((), jnp.int32)))
-        self.variables = tuple(
+        return tuple(
             Variable(
                 f"{own_prefix(0)}inner/{name}",
                 (leaf.shape, leaf.dtype, jnp.zeros),
@@ -58,12 +93,17 @@ class LocalSteps:
             )
             for name, leaf in types
         )
-        """Those of the worker that the step is planned for; the last counts rounds."""
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether the state of the workers' optimizers is averaged."""
+        return self.rule.inner_state == "average"
 
     @property
     def note(self) -> str:
         """A line for the plan."""
-        return f"{self.count} steps of each worker's own optimizer make an update"
+        most = "up to " if self.rule.paced else ""
+        return f"{most}{self.count} steps of each worker's own optimizer make an update"
 
     def batch(self, round_batch: Any) -> Any:
         """Returns the types of the batch of one step, given those of a round."""
@@ -81,6 +121,7 @@ class LocalSteps:
         round_batch: Any,
         step: Any,
         replica: Any,
+        steps: Any = None,
     ) -> Computed:
         """Returns what a round comes to; called inside a graph.
 
@@ -90,18 +131,12 @@ class LocalSteps:
           round_batch: the batches of all steps, one after the other.
           step: number of the round, int32.
           replica: number of the worker, int32.
+          steps: how many to take, int32; None: as many as a round has at most.
         """
-        *inner, rounds = self.variables
         with device("/job:worker"):
             batches = jax.tree.map(
                 lambda x: x.reshape(self.count, -1, *x.shape[1:]), round_batch
             )
-            number = rounds[...]
-            first = jax.tree.leaves(self._tx.init(now["params"]))
-            opt = [
-                jnp.where(number > 0, variable[...], fresh)
-                for variable, fresh in zip(inner, first, strict=True)
-            ]
 
             def take(carry: Any, batch: Any) -> Any:
                 params, opt, state, seed = carry
@@ -109,26 +144,71 @@ class LocalSteps:
                 (value, (metrics, state)), grads = compute(
                     params, state, batch, (replica, seed)
                 )
-                updates, opt = self._tx.update(grads, opt, params, value=value)
+                updates, opt = self.tx.update(grads, opt, params, value=value)
                 params = optax.apply_updates(params, updates)
                 return (params, opt, state, seed + 1), (value, metrics)
 
-            begin = jax.tree.unflatten(self._tree, opt)
+            begin = self._begin(now)
             carry = now["params"], begin, now["state"], step * self.count
-            carry, (losses, metrics) = jax.lax.scan(take, carry, batches)
+            if steps is None:
+                carry, (losses, metrics) = jax.lax.scan(take, carry, batches)
+                value, metrics = losses.mean(), jax.tree.map(_over_steps, metrics)
+            else:
+                carry, value, metrics = _some(take, carry, batches, steps)
             params, opt, state, _ = carry
-            for variable, value in zip(inner, jax.tree.leaves(opt), strict=True):
-                variable[...] = value
-            rounds[...] = number + 1
+            self._keep(opt)
+            weight = None
+            if self.rule.weighs and steps is not None:
+                weight = steps.astype(jnp.float32) / self.count
             way = jax.tree.map(lambda old, new: old - new, now["params"], params)
-            return Computed(
-                losses.mean(),
-                jax.tree.map(_over_steps, metrics),
-                state,
-                way,
-                {},
-                _no_loss,
-            )
+            averaged = opt if self.is_averaged else None
+            return Computed(value, metrics, state, way, {}, _no_loss, weight, averaged)
+
+    def _begin(self, now: Tree) -> Any:
+        """Returns the state of the optimizer at the begin of a round."""
+        match self.rule.inner_state:
+            case "average":
+                return now["opt"][INNER]
+            case "reset":
+                return self.tx.init(now["params"])
+        *inner, rounds = self.variables
+        fresh, tree = jax.tree.flatten(self.tx.init(now["params"]))
+        number = rounds[...]
+        opt = [
+            jnp.where(number > 0, variable[...], value)
+            for variable, value in zip(inner, fresh, strict=True)
+        ]
+        rounds[...] = number + 1
+        return jax.tree.unflatten(tree, opt)
+
+    def _keep(self, opt: Any) -> None:
+        if self.rule.inner_state == "keep":
+            leaves = jax.tree.leaves(opt)
+            for variable, value in zip(self.variables[:-1], leaves, strict=True):
+                variable[...] = value
+
+
+def _some(take: Callable[..., Any], carry: Any, batches: Any, steps: Any) -> Any:
+    """Returns what the first of the steps come to: state, loss and metrics."""
+    first = jax.tree.map(lambda x: x[0], batches)
+    sums = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype),
+        jax.eval_shape(take, carry, first)[1],
+    )
+
+    def one(number: Any, so_far: Any) -> Any:
+        carry, sums = so_far
+        carry, results = take(carry, jax.tree.map(lambda x: x[number], batches))
+        add = lambda total, value: total + value.astype(total.dtype)
+        return carry, jax.tree.map(add, sums, results)
+
+    carry, (loss, metrics) = jax.lax.fori_loop(0, steps, one, (carry, sums))
+
+    def mean(total: jax.Array) -> jax.Array:
+        inexact = jnp.issubdtype(total.dtype, jnp.inexact)
+        return total / steps.astype(total.dtype) if inexact else total
+
+    return carry, mean(loss), jax.tree.map(mean, metrics)
 
 
 def _over_steps(values: jax.Array) -> jax.Array:

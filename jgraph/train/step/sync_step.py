@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import jax
@@ -15,9 +16,10 @@ from jgraph.plan.program.accumulate import MEAN, SLOT
 from jgraph.train.model.checks import warn_of_same_draws
 from jgraph.train.model.metrics import WHOLE, needs_pieces, num_pieces, pieces
 from jgraph.train.step.compress import Counted
+from jgraph.train.step.local_steps import INNER
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.tables.row_mean import JoinedRows, RowMean
-from jgraph.train.tables.row_step import Rows
+from jgraph.train.tables.row_step import Computed, Rows
 from jgraph.train.tables.row_tables import RowTable
 
 LOSS = f"{MEAN}loss"
@@ -61,6 +63,10 @@ class SyncStep:
             tree["params"],
         )
         self._state = jax.tree.map(self._beside, tree["state"])
+        local = step.local
+        self._inner = None
+        if local is not None and local.is_averaged:
+            self._inner = jax.tree.map(self._beside, tree["opt"][INNER])
         home = tree["global_step"].device
         loss, metrics = step.metric_types(batch)
         dtype = jnp.promote_types(loss.dtype, jnp.float32)
@@ -70,6 +76,9 @@ class SyncStep:
             name: self._mean(_METRIC + name, *self._mean_type(name, value), home)
             for name, value in metrics.items()
         }
+        self._weight: Weight | None = None
+        if local is not None and local.rule.weighs:
+            self._weight = Weight(home, step.container)
         self._counter: Counted | None = None
         if step.compression is not None:
             self._counter = Counted(replicas or contributions, home, step.container)
@@ -91,20 +100,25 @@ class SyncStep:
                 rows[variable.table.name], mean = variable.read()
                 return mean
 
-            loss = read(self._loss)
-            grads, state = (
-                jax.tree.map(read, tree) for tree in (self._grads, self._state)
+            whole = {n: v[...] for n, v in self._metrics.items() if n in self._whole}
+            loss, metrics, grads, state, inner = self._mean_of(
+                jax.tree.map(
+                    read,
+                    (
+                        self._loss,
+                        {n: v for n, v in self._metrics.items() if n not in whole},
+                        *(self._grads, self._state, self._inner),
+                    ),
+                )
             )
             if self._counter is not None:
                 self._counter.count()
             checks = self._step.check(loss, grads)
             self._step.update(
-                loss, grads, state, checks, constants, self._by_rows, rows
+                *(loss, grads, state, checks, constants, self._by_rows, rows),
+                inner=inner,
             )
-            metrics = {
-                WHOLE + name if name in self._whole else name: v[...]
-                for name, v in self._metrics.items()
-            }
+            metrics |= {WHOLE + name: value for name, value in whole.items()}
             return {"loss": loss, **metrics, **checks}
 
         means = [v for mean in self._means() for v in _averaged(mean)]
@@ -115,7 +129,8 @@ class SyncStep:
         """Returns the graph of one worker's contribution.
 
         Feeds are those of ``TrainStep.graph`` and ``slot``, the int32 number of the
-        batch, by which contributions are known; the only fetch is its own loss.
+        batch, by which contributions are known; and ``steps``, int32, where workers are
+        told how many to take alone. The only fetch is its own loss.
 
         Args:
           reads: names of the variables, or shards, that the update reads. Others, as
@@ -129,15 +144,18 @@ class SyncStep:
         frozen = {n for n in self._step.names if MEAN + n not in mean_names}
 
         def contribute(
-            batch: Any, step: Any, replica: Any, slot: Any
+            batch: Any, step: Any, replica: Any, slot: Any, steps: Any = None
         ) -> dict[str, Any]:
-            result = self._step.computed(self._by_rows, batch, step, replica)
-            grads, who = result.grads, {}
+            computed = self._step.computed(self._by_rows, batch, step, replica, steps)
+            result, who = self._weighed(computed), {}
+            grads = result.grads
             if compression is not None and self._counter is not None:
                 last = compression.last_counted(self._counter.of(replica))
                 grads = compression.sent(grads, {*result.rows, *frozen}, last)
                 with device("/job:worker"):
                     who = {self._counter.who.name: self._counter.named(replica)}
+            if self._weight is not None:
+                who[self._weight.variable.name] = result.weight
             with device("/job:worker"):
                 metrics = {
                     name: pieces(value) if name in self._whole else value
@@ -147,6 +165,7 @@ class SyncStep:
                     **_pairs(self._grads, grads, result.rows),
                     **_pairs(self._state, result.state),
                     **_pairs(self._metrics, metrics),
+                    **_pairs(self._inner, result.inner),
                     LOSS: result.loss.astype(self._loss.dtype),
                     **who,
                 }
@@ -160,21 +179,50 @@ class SyncStep:
         number = jax.ShapeDtypeStruct((), jnp.int32)
         own = self._step.own
         variables = [*self._step.variables, *means, *slots, *own, *self._times]
-        feeds = self._batch, number, number, number
+        feeds: tuple[Any, ...] = self._batch, number, number, number
+        local = self._step.local
+        if local is not None and local.rule.paced:
+            feeds = *feeds, number
         graph, _ = trace(contribute, *feeds, variables=variables)
         warn_of_same_draws(graph)
         notes = [*(self._by_rows.notes if self._by_rows else ())]
-        notes += [each.note for each in (compression, self._step.local) if each]
+        notes += [each.note for each in (compression, local) if each]
         return replace(graph, notes=tuple(notes))
+
+    def _weighed(self, result: Computed) -> Computed:
+        """Returns what a worker contributes of what it made; called inside a graph."""
+        if self._weight is None:
+            return result
+        whole = {n: v for n, v in result.metrics.items() if n in self._whole}
+        with device("/job:worker"):
+            others = {
+                n: v.astype(self._metrics[n].dtype)
+                for n, v in result.metrics.items()
+                if n not in whole
+            }
+            weigh = partial(self._weight.given, weight=result.weight)
+            return replace(
+                result,
+                loss=weigh(result.loss),
+                metrics={**weigh(others), **whole},
+                state=weigh(result.state),
+                grads=weigh(result.grads),
+                inner=weigh(result.inner),
+            )
+
+    def _mean_of(self, means: Any) -> Any:
+        """Returns what an update is made of, given the means of what came."""
+        return means if self._weight is None else self._weight.mean_of(means)
 
     @property
     def _tables(self) -> Sequence[RowTable]:
         return self._by_rows.tables.tables if self._by_rows else ()
 
     def _means(self) -> list[Variable | RowMean]:
-        trees = (self._grads, self._state, self._metrics, self._loss)
+        trees = (self._grads, self._state, self._inner, self._metrics, self._loss)
         counters = [] if self._counter is None else [self._counter.who]
-        return [*jax.tree.leaves(trees), *counters]
+        weights = [] if self._weight is None else [self._weight.variable]
+        return [*jax.tree.leaves(trees), *counters, *weights]
 
     @property
     def _times(self) -> list[Variable]:
@@ -213,6 +261,48 @@ class SyncStep:
         init: Any = ((), jnp.int32, None)
         container = self._step.container
         return Variable(f"{SLOT}{index}", init, device=task, container=container)
+
+
+@final
+class Weight:
+    """Weight of a contribution in the mean that an update is made of.
+
+    Workers contribute values times a weight, and the weight. The mean of the former
+    over the mean of the latter is the weighted mean. Whole numbers, which count or
+    choose, are averaged as they are. The variable of the weight lies beside the number
+    of updates.
+
+    Args:
+      home: the task that counts updates.
+      container: of the variable.
+    """
+
+    def __init__(self, home: DeviceSpec, container: str) -> None:
+        self.variable = Variable(
+            f"{MEAN}weight", ((), jnp.float32, None), device=home, container=container
+        )
+
+    def given(self, values: Any, weight: jax.Array) -> Any:
+        """Returns what a worker contributes; called inside its graph.
+
+        Args:
+          values: a tree of what it made.
+          weight: float32, more than 0.
+        """
+        return jax.tree.map(lambda x: x * _as(weight, x) if _is_real(x) else x, values)
+
+    def mean_of(self, values: Any) -> Any:
+        """Returns the weighted means, given the plain ones; called inside a graph."""
+        weight = self.variable[...]
+        return jax.tree.map(lambda x: x / _as(weight, x) if _is_real(x) else x, values)
+
+
+def _is_real(value: Any) -> bool:
+    return bool(jnp.issubdtype(value.dtype, jnp.inexact))
+
+
+def _as(weight: jax.Array, value: Any) -> jax.Array:
+    return weight.astype(value.dtype)
 
 
 def _averaged(mean: Variable | RowMean) -> tuple[Variable, ...]:

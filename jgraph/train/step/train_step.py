@@ -31,7 +31,7 @@ from jgraph.train.model.optimizer import CalledOptimizer, LossOf, Optimizer
 from jgraph.train.model.trees import Tree, group_with_parameters, path_of
 from jgraph.train.step.arrange import Arrangement
 from jgraph.train.step.compress import Compression, GradientDtype
-from jgraph.train.step.local_steps import LocalSteps
+from jgraph.train.step.local_steps import INNER, OUTER, LocalRule, LocalSteps
 from jgraph.train.tables.row_mean import Touched, row_layout
 from jgraph.train.tables.row_step import Computed, RowStep, Sparse, decide
 from jgraph.train.tables.row_tables import find_row_tables
@@ -59,8 +59,8 @@ class TrainStep:
         Make ``BAD_IDS``, and skip an update that has one. An update that follows one
         that was skipped is skipped too.
       gradient_dtype: of gradients that travel; see ``Compression``.
-      local: the optimizer and the number of steps that a worker takes between two
-        updates, which ``tx`` makes of how far it came; see ``LocalSteps``.
+      local: how a worker trains alone between two updates, which ``tx`` makes of how
+        far it came; see ``LocalSteps``.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TrainStep:
         sparse: Sparse = "auto",
         alone: bool = False,
         gradient_dtype: GradientDtype | None = None,
-        local: tuple[Optimizer, int] | None = None,
+        local: LocalRule | None = None,
     ) -> None:
         self.adapter = adapter
         self.container = container
@@ -84,13 +84,16 @@ class TrainStep:
         self._constants: dict[str, frozenset[str]] = {}
         self._tx = CalledOptimizer(tx)
         self._check_finite = check_finite
+        self.local = None
+        if local is not None:
+            self.local = LocalSteps(local, adapter.params, container)
         state_maker = (
             None
             if adapter.make is None
-            else partial(made_state, adapter.make, self._tx)
+            else partial(made_state, adapter.make, self._init)
         )
         if state_maker is None:
-            opt = jax.jit(self._tx.init)(adapter.params)
+            opt = jax.jit(self._init)(adapter.params)
             tree = new_state(adapter.params, opt, adapter.state)
         else:
             tree = (
@@ -123,14 +126,17 @@ class TrainStep:
         )
         self.initial_values: list[Any] = [value for _, value in leaves]
         """Of a large model on a cluster, only their types."""
-        self.local = None
-        if local is not None:
-            inner, count = CalledOptimizer(local[0]), local[1]
-            self.local = LocalSteps(inner, count, adapter.params, container)
         self.compression = None
         if gradient_dtype is not None:
             parameters = [v for v in self.variables if v.name.startswith("params/")]
             self.compression = Compression(parameters, gradient_dtype, container)
+
+    def _init(self, params: Tree) -> Tree:
+        """Returns the state of the optimizer of a run that begins."""
+        outer = self._tx.init(params)
+        if self.local is None or not self.local.is_averaged:
+            return outer
+        return {OUTER: outer, INNER: self.local.tx.init(params)}
 
     @property
     def own(self) -> list[Variable]:
@@ -311,7 +317,12 @@ class TrainStep:
         return {"loss": loss, **result.metrics, **checks}
 
     def computed(
-        self, by_rows: RowStep | None, batch: Any, step: Any, replica: Any
+        self,
+        by_rows: RowStep | None,
+        batch: Any,
+        step: Any,
+        replica: Any,
+        steps: Any = None,
     ) -> Computed:
         """Returns what a worker makes of its batch; called inside a graph.
 
@@ -320,10 +331,11 @@ class TrainStep:
           batch: the batch.
           step: number of the step, int32.
           replica: number of the worker, int32.
+          steps: how many it takes alone, int32; None: as many as ``LocalSteps`` says.
         """
         if self.local is not None:
-            now = self._read({})
-            return self.local.computed(self.adapter.loss, now, batch, step, replica)
+            now, loss_fn = self._read({}), self.adapter.loss
+            return self.local.computed(loss_fn, now, batch, step, replica, steps)
         seeds = (replica, step)
         tables = by_rows.tables.tables if by_rows else ()
         loss_fn = self.adapter.loss
@@ -374,6 +386,7 @@ class TrainStep:
         rows: Mapping[str, Touched],
         loss_of: LossOf | None = None,
         number: Any = None,
+        inner: Tree = None,
     ) -> None:
         """Applies gradients and counts the step; called inside a graph.
 
@@ -388,6 +401,7 @@ class TrainStep:
           loss_of: the loss of the batch, where there is one.
           number: of the step; one that does not follow the newest update is skipped
             like one that is not well. None: replicas have numbers of their own.
+          inner: the state of the workers' own optimizers, if that is averaged.
         """
         if by_rows is not None:
             rows, grads = self._whole_updates(by_rows, rows, grads)
@@ -401,7 +415,7 @@ class TrainStep:
         if checks:
             ok = all_well(checks)
             ok = ok if number is None else ok & (old["global_step"] == number)
-        self._update(old, grads, extra_args, state, ok, rows, constants)
+        self._update(old, grads, extra_args, state, ok, rows, constants, inner)
 
     def _update(
         self,
@@ -412,11 +426,13 @@ class TrainStep:
         ok: Any,
         rows: Mapping[str, Touched],
         constants: frozenset[str],
+        inner: Tree,
     ) -> None:
-        updates, opt = self._tx.update(grads, old["opt"], old["params"], **extra_args)
+        opt = old["opt"] if inner is None else old["opt"][OUTER]
+        updates, opt = self._tx.update(grads, opt, old["params"], **extra_args)
         new = {
             "params": optax.apply_updates(old["params"], updates),
-            "opt": opt,
+            "opt": opt if inner is None else {OUTER: opt, INNER: inner},
             "state": state,
             "global_step": old["global_step"] + 1,
         }
@@ -472,10 +488,10 @@ def new_state(params: Tree, opt: Tree, state: Tree) -> Tree:
     return {"params": params, "opt": opt, "state": state, "global_step": step}
 
 
-def made_state(make: Make, tx: CalledOptimizer) -> Tree:
-    """Returns the state of a run, made by a function."""
+def made_state(make: Make, init: Callable[[Tree], Tree]) -> Tree:
+    """Returns the state of a run, made by a function, and by one of its optimizer."""
     params, state = make()
-    return new_state(params, tx.init(params), state)
+    return new_state(params, init(params), state)
 
 
 def on_its_task(state_maker: Callable[[], Tree] | None, number: int, value: Any) -> Any:

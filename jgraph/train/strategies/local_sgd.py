@@ -1,18 +1,26 @@
 """LocalSGD: options of training that talks once in many steps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Final, Literal, TypeAlias, final, get_args
 
 import optax
 
 from jgraph.errors import ConfigError
 from jgraph.graph.sharding import Partitioner
 from jgraph.plan.placement.spread import PlacementFunction
-from jgraph.train.counts import as_ints, is_count
+from jgraph.train.counts import as_ints, is_count, is_duration
+from jgraph.train.model.optimizer import Optimizer
 from jgraph.train.state.durability import Durability
 from jgraph.train.step.compress import GradientDtype
+from jgraph.train.step.local_steps import INNER_STATES, InnerState, LocalRule
 from jgraph.train.strategies.options import Dense, SyncPS
 from jgraph.view import markup
+
+StepWeight: TypeAlias = Literal["steps", "equal"]
+"""What a worker's contribution counts by."""
+
+WEIGHTS: Final[tuple[StepWeight, ...]] = get_args(StepWeight)
 
 
 @final
@@ -28,15 +36,23 @@ class LocalSGD:
     ``batch_size`` is that of one step; ``steps`` of ``fit`` are updates, each of
     ``sync_every`` steps of every worker. What a round is trained on is dealt out, and
     counts, as a whole: exactly once, however many workers are lost. What is left of an
-    epoch after its whole rounds is left out. Each worker keeps the state of its
-    optimizer from round to round; it begins anew in each ``fit``. The model's state,
-    such as BatchNorm statistics, is averaged. Tables of rows travel whole.
+    epoch after its whole rounds is left out. The model's state, such as BatchNorm
+    statistics, is averaged. Tables of rows travel whole.
 
     Args:
       sync_every: steps of a round.
       outer: an optax optimizer whose gradient is the mean of what workers came;
         ``optax.sgd(0.7, momentum=0.9, nesterov=True)`` is DiLoCo. If unset, the
         parameters are the mean of those of the workers.
+      sync_every_s: seconds of computing of a round: each worker takes as many steps as
+        it can, ``sync_every`` at most. What is left of the batches that it was dealt is
+        left out of the epoch. If unset, all take ``sync_every``.
+      weight: ``"steps"``: a contribution counts by the steps that it is made of; or
+        ``"equal"``.
+      inner_state: what becomes of the state of a worker's optimizer after a round.
+        ``"keep"``: the worker goes on with it; it begins anew in each ``fit``.
+        ``"average"``: all go on with the mean, which travels, and is saved as the state
+        of ``outer`` is. ``"reset"``: it begins anew.
       backup_workers: how many workers a round does not wait for.
       step_timeout_s: limit for one round, in seconds.
       variable_partitioner: as for ``SyncPS``.
@@ -56,6 +72,9 @@ class LocalSGD:
 
     sync_every: int = 1
     outer: optax.GradientTransformation | None = None
+    sync_every_s: float | None = None
+    weight: StepWeight = "steps"
+    inner_state: InnerState = "keep"
     backup_workers: int = 0
     step_timeout_s: float = 600.0
     variable_partitioner: Partitioner | None = None
@@ -72,15 +91,29 @@ class LocalSGD:
                 "or more"
             )
         as_ints(self, "sync_every")
-        outer: object = self.outer
-        if outer is not None and not (
-            hasattr(outer, "init") and hasattr(outer, "update")
-        ):
-            raise ConfigError(
-                f"outer is {outer!r:.60}; give an optax optimizer, for example "
-                "optax.sgd(0.7, momentum=0.9, nesterov=True)"
-            )
+        self._check_pace()
+        check_outer(self.outer)
+        for name, value, known in [
+            ("weight", self.weight, WEIGHTS),
+            ("inner_state", self.inner_state, INNER_STATES),
+        ]:
+            check_one_of(name, value, known)
         _ = self.rounds  # refuses what a SyncPS does
+
+    def _check_pace(self) -> None:
+        seconds = self.sync_every_s
+        if seconds is None:
+            return
+        if not is_duration(seconds):
+            raise ConfigError(
+                f"sync_every_s is {seconds!r:.60}; give the seconds of a round, more "
+                "than 0"
+            )
+        if self.sync_every == 1:
+            raise ConfigError(
+                "sync_every_s needs to know how many steps a round has at most; write "
+                f"sync_every=500, sync_every_s={seconds}"
+            )
 
     @property
     def rounds(self) -> SyncPS:
@@ -96,6 +129,16 @@ class LocalSGD:
             dense=self.dense,
         )
 
+    def rule(self, tx: Optimizer) -> LocalRule:
+        """Returns how a worker trains alone.
+
+        Args:
+          tx: the Trainer's optimizer.
+        """
+        paced = self.sync_every_s is not None
+        weighs = paced and self.weight == "steps"
+        return LocalRule(tx, self.sync_every, paced, weighs, self.inner_state)
+
     @property
     def outer_optimizer(self) -> optax.GradientTransformation:
         """What applies the mean."""
@@ -103,3 +146,29 @@ class LocalSGD:
 
     def _repr_html_(self) -> str:
         return markup.data(self)
+
+
+def check_outer(outer: object) -> None:
+    """Refuses what applies no update.
+
+    Raises:
+      ConfigError: it is no optax optimizer.
+    """
+    if outer is not None and not (hasattr(outer, "init") and hasattr(outer, "update")):
+        raise ConfigError(
+            f"outer is {outer!r:.60}; give an optax optimizer, for example "
+            "optax.sgd(0.7, momentum=0.9, nesterov=True)"
+        )
+
+
+def check_one_of(name: str, value: object, known: Sequence[str]) -> None:
+    """Refuses an option that is none of these.
+
+    Raises:
+      ConfigError: says what there is.
+    """
+    if value not in known:
+        raise ConfigError(
+            f"{name} is {value!r:.60}; give {', '.join(map(repr, known[:-1]))} or "
+            f"{known[-1]!r}"
+        )

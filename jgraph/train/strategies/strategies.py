@@ -147,7 +147,8 @@ def make_runner(
     if cluster is None or isinstance(strategy, Local):
         return LocalRunner(step, clock)
     if (together := together_of(strategy)) is not None:
-        return SyncRunner(step, cluster, together)
+        pace_s = strategy.sync_every_s if isinstance(strategy, LocalSGD) else None
+        return SyncRunner(step, cluster, together, pace_s or 0.0)
     assert isinstance(strategy, AsyncPS)  # the others are in step
     return AsyncRunner(step, cluster, strategy)
 

@@ -51,6 +51,7 @@ class SyncRunner:
       step: the variables and the step; its variables have tasks.
       cluster: with jobs ``ps`` and ``worker``.
       strategy: how many contributions a step takes.
+      pace_s: seconds of the steps that a worker takes alone, where it is told how many.
 
     Attributes:
       runs: what it has done on the cluster, and does.
@@ -59,8 +60,15 @@ class SyncRunner:
       ConfigError: the cluster has too few workers for the strategy.
     """
 
-    def __init__(self, step: TrainStep, cluster: Cluster, strategy: SyncPS) -> None:
+    def __init__(
+        self,
+        step: TrainStep,
+        cluster: Cluster,
+        strategy: SyncPS,
+        pace_s: float = 0.0,
+    ) -> None:
         self._step = step
+        self._pace_s = pace_s
         self._cluster = cluster
         self._strategy = strategy
         self.state = RemoteState(step, cluster, strategy.durability, together=True)
@@ -186,7 +194,9 @@ class SyncRunner:
         limit = self._strategy.step_timeout_s
         # The ps see better who is missing, and say so first.
         patience_s = 2 * limit + 5
-        requests = self._workers.requests(prepared, order, step_timeout_s=patience_s)
+        requests = self._workers.requests(
+            *(prepared, order), step_timeout_s=patience_s, pace_s=self._pace_s
+        )
         workers = [
             replace(one, compute_wait_s=self.compute_wait_s.get(one.replica, 0.0))
             for one in requests

@@ -127,6 +127,7 @@ class Workers:
         *,
         step_timeout_s: float,
         prefetch: int = 0,
+        pace_s: float = 0.0,
     ) -> list[LoopRequest]:
         """Returns one request per worker.
 
@@ -135,7 +136,9 @@ class Workers:
           order: what to train.
           step_timeout_s: limit for one step.
           prefetch: steps that are begun while the one before is computed.
+          pace_s: of the steps that a worker takes alone, where it is told their number.
         """
+        local = self._state.step.local
         graph, together = prepared.graph, bool(prepared.on_ps)
         feeds = {feed.name for feed in graph.feeds}
         dataset = order.dataset
@@ -159,6 +162,9 @@ class Workers:
                 finite=None if together else prepared.finite,
                 tell_every=tell_every(halts, len(self.tasks)) if halts else 0,
                 prefetch=prefetch,
+                pace_feed="steps" if "steps" in feeds else "",
+                pace_s=pace_s,
+                pace_most=0 if local is None else local.count,
             )
             for replica, worker in enumerate(self.tasks)
         ]

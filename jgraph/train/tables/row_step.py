@@ -62,6 +62,8 @@ class Computed:
       grads: of the parameters; of the tables in ``rows``, of these rows.
       rows: by name of the table.
       loss_of: the loss of the batch, of other parameters.
+      weight: how much it counts among those of others, float32; None: as much.
+      inner: the state of the worker's own optimizer, if that is averaged.
     """
 
     loss: Any
@@ -70,6 +72,8 @@ class Computed:
     grads: Tree
     rows: Mapping[str, Rows]
     loss_of: LossOf
+    weight: Any = None
+    inner: Tree = None
 
 
 @final

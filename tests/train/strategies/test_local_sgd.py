@@ -71,8 +71,13 @@ def test_a_round_of_one_step_of_sgd_is_a_synchronous_step(cluster: Cluster) -> N
     together.close()
 
 
-def by_hand(tx: Any, outer: Any, workers: int) -> list[Any]:
-    """One process that does what all workers do, one after the other."""
+def by_hand(
+    tx: Any, outer: Any, workers: int, inner_state: str = "keep", first: int = EVERY
+) -> list[Any]:
+    """One process that does what all workers do, one after the other.
+
+    The first round has ``first`` steps.
+    """
     graph, params = nnx.split(NnxMLP(rngs=nnx.Rngs(0)))
 
     @jax.jit
@@ -85,16 +90,20 @@ def by_hand(tx: Any, outer: Any, workers: int) -> list[Any]:
     stream = batches_of({"x": x, "y": y}, BATCH * EVERY, 0)
     inner: list[Any] = [tx.init(params) for _ in range(workers)]
     opt = outer.init(params)
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         ways = []
         for worker in range(workers):
             mine, state, taken = params, inner[worker], next(stream)
-            for n in range(EVERY):
+            for n in range(EVERY if number else first):
                 some = slice(n * BATCH, (n + 1) * BATCH)
                 mine, state = step(mine, state, taken["x"][some], taken["y"][some])
             inner[worker] = state
             ways.append(jax.tree.map(lambda old, new: old - new, params, mine))
         mean = jax.tree.map(lambda *each: sum(each) / workers, *ways)
+        if inner_state == "reset":
+            inner = [tx.init(params) for _ in inner]
+        if inner_state == "average":
+            inner = [jax.tree.map(lambda *each: sum(each) / workers, *inner)] * workers
         updates, opt = outer.update(mean, opt, params)
         params = optax.apply_updates(params, updates)
     leaves = jax.tree.leaves(nnx.to_pure_dict(params))
@@ -120,6 +129,39 @@ def test_the_state_of_a_workers_optimizer_goes_from_round_to_round() -> None:
             found = parameters(fit(there).model())
             assert_close(found, by_hand(tx, optax.sgd(1.0), 1))
             there.close()
+
+
+def test_the_state_of_workers_optimizers_is_averaged_or_begins_anew() -> None:
+    """Then it does not matter which worker has which batches."""
+    tx, outer = optax.sgd(0.1, momentum=0.5), optax.sgd(1.0)
+    with connected(ps=2, worker=WORKERS) as cluster:
+        for state in ("average", "reset"):
+            given: Any = state
+            strategy = LocalSGD(sync_every=EVERY, inner_state=given)
+            there = trainer(cluster, strategy, tx)
+            found = parameters(fit(there).model())
+            assert_close(found, by_hand(tx, outer, WORKERS, state))
+            is_saved = any("opt/inner/0/trace" in name for name in there.names)
+            assert is_saved == (state == "average")
+            there.close()
+
+
+def test_a_worker_takes_as_many_steps_as_it_can_in_the_time_of_a_round(
+    cluster: Cluster,
+) -> None:
+    """The first round has one step, which tells how long one takes."""
+    tx = optax.sgd(0.1)
+    strategy = LocalSGD(sync_every=EVERY, sync_every_s=3600, inner_state="reset")
+    there = trainer(cluster, strategy, tx)
+    run = fit(there)
+    assert_close(parameters(run.model()), by_hand(tx, optax.sgd(1.0), WORKERS, first=1))
+    there.close()
+    model = NnxNorm(rngs=nnx.Rngs(0))
+    strategy = LocalSGD(sync_every=EVERY, sync_every_s=1e-9)
+    there = Trainer(model, counting, tx, cluster=cluster, strategy=strategy)
+    examples = fit(there).metrics("examples")["value"]
+    assert examples.tolist() == [BATCH] * ROUNDS  # never more than one step
+    there.close()
 
 
 def test_a_round_sends_what_a_step_does_and_workers_may_hold_all(
@@ -181,6 +223,16 @@ def test_what_cannot_be_is_refused_in_words(cluster: Cluster) -> None:
         given: Any = every
         with pytest.raises(ConfigError, match=f"sync_every is {every}"):
             LocalSGD(sync_every=given)
+    for seconds in (0, "1", True, float("nan")):
+        given = seconds
+        with pytest.raises(ConfigError, match=f"sync_every_s is {seconds!r}; give the"):
+            LocalSGD(sync_every=9, sync_every_s=given)
+    with pytest.raises(ConfigError, match="write sync_every=500, sync_every_s=2"):
+        LocalSGD(sync_every_s=2)
+    with pytest.raises(ConfigError, match="weight is 'sgd'; give 'steps' or 'equal'"):
+        LocalSGD(weight=wrong)
+    with pytest.raises(ConfigError, match="inner_state is 'sgd'; give 'keep', 'aver"):
+        LocalSGD(inner_state=wrong)
     with pytest.raises(ConfigError, match="outer is 'sgd'; give an optax optimizer"):
         LocalSGD(outer=wrong)
     with pytest.raises(ConfigError, match="dense is 'sgd'"):
