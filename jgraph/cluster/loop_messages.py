@@ -8,6 +8,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from jgraph.coordination.data.dispatch import LEASE_S
+from jgraph.coordination.data.shares import Cut
 from jgraph.coordination.data.slots import Lease, SlotPlan
 from jgraph.coordination.run.recovery import Recovery
 from jgraph.coordination.run.supervisor import WAIT_S
@@ -92,6 +93,7 @@ class SyncRequest:
       halt_every: stand still at the multiples of each of these, in updates, until told
         to go on.
       halt_s: or until so long.
+      cut: how batches are cut into pieces; None: a step of a replica is of one batch.
     """
 
     gate: str
@@ -103,6 +105,7 @@ class SyncRequest:
     position: Mapping[str, Any] | None = None
     halt_every: Sequence[int] = ()
     halt_s: float = 0.0
+    cut: Cut | None = None
 
 
 @final
@@ -126,7 +129,7 @@ class LoopRequest:
       step_timeout_s: limit for one step.
       report_every_s: least time between reports.
       sync: set: decide and apply updates of synchronous training; ``handle`` applies.
-      compute_wait_s: for benchmarks: emulated computing in each step.
+      compute_wait_s: for benchmarks: emulated computing in each step, or piece.
       plan: the slots, where the task has data of its own and all of it once, in order,
         is not shuffled by ``seed``.
       finite: says which results of a step are finite: one that is not ends the loop,
@@ -137,6 +140,9 @@ class LoopRequest:
         empty: none.
       pace_s: as many as take so long.
       pace_most: and no more than these.
+      pieces: a step is of all batches of one answer of the dealer, of so many at most;
+        0: of one batch.
+      pieces_feed: int32 feed that gets how many there are.
     """
 
     task: TaskName
@@ -162,6 +168,8 @@ class LoopRequest:
     pace_feed: str = ""
     pace_s: float = 0.0
     pace_most: int = 0
+    pieces: int = 0
+    pieces_feed: str = ""
 
 
 @final
@@ -198,6 +206,7 @@ class LoopReport:
       in_flight: then, steps that may still be applied.
       restored: "restored": what the run lost, and to where it went back; ``number`` is
         that of the time.
+      pieces: batches of the steps, where these are of several.
     """
 
     replica: int
@@ -220,6 +229,12 @@ class LoopReport:
     halted: int = 0
     in_flight: int = 0
     restored: Recovery | None = None
+    pieces: int = 0
+
+    @property
+    def batches(self) -> int:
+        """How many batches, or pieces of them, the steps were of."""
+        return self.pieces or len(self.steps)
 
 
 def report_of(request: LoopRequest, message: Frame) -> LoopReport:
@@ -261,6 +276,7 @@ def _report(replica: int, task: TaskName, message: Frame) -> LoopReport:
         halted=body.halted,
         in_flight=body.in_flight,
         restored=recovery_of(body),
+        pieces=body.pieces,
     )
 
 
@@ -302,6 +318,8 @@ def loop_order(request: LoopRequest) -> pb.RunLoop:
         pace_feed=request.pace_feed,
         pace_s=request.pace_s,
         pace_most=request.pace_most,
+        pieces=request.pieces,
+        pieces_feed=request.pieces_feed,
     )
 
 
@@ -355,7 +373,22 @@ def _sync_order(request: SyncRequest | None) -> pb.SyncOrder | None:
         data_position=json.dumps(request.position),
         halt_every=request.halt_every,
         halt_s=request.halt_s,
+        cut=None if request.cut is None else _cut_order(request.cut),
     )
+
+
+def _cut_order(cut: Cut) -> pb.BatchCut:
+    return pb.BatchCut(
+        each=cut.each, total=cut.total, most=cut.most, measured=cut.measured
+    )
+
+
+def cut_of(order: pb.SyncOrder) -> Cut | None:
+    """Returns how an order says that batches are cut; None: they are not."""
+    if not order.HasField("cut"):
+        return None
+    cut = order.cut
+    return Cut(max(1, cut.each), cut.total, max(1, cut.most), cut.measured)
 
 
 def source_info(reader: Reader) -> pb.SourceInfo:

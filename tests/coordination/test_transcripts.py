@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jgraph.coordination.data.shares import Cut, Shares
 from jgraph.coordination.data.slots import Part, SlotPlan
 from jgraph.coordination.data.sync_data import SyncData
 from jgraph.coordination.sync import aggregation
@@ -41,7 +42,12 @@ def arbiter(
     )
 
 
-EXTRAS = {"slots": slots, "Arbiter": arbiter}
+def shares(each: int, most: int) -> Shares:
+    """Shares by speed, of so many pieces for each replica."""
+    return Shares(Cut(each, most=most, measured=True))
+
+
+EXTRAS = {"slots": slots, "shares": shares, "Arbiter": arbiter}
 
 
 def called(script: Path) -> str:

@@ -662,6 +662,19 @@ BUGS: Final = {
         "test_rounding_of_contributions_that_are_dropped_is_made_good"
         "[int8-True-200]",
     ),
+    "of the pieces of a step that came too late only the first is dealt again": Bug(
+        "coordination/data/sync_data.py",
+        "replica, places = self._let_go(number)\n        for place in places:",
+        "replica, places = self._let_go(number)\n        for place in places[:1]:",
+        f"{TRANSCRIPT}[data/sync_data/shares]",
+    ),
+    "a share counts as much as any other": Bug(
+        "train/step/batch_pieces.py",
+        "weight = count.astype(jnp.float32)",
+        "weight = jnp.ones((), jnp.float32)",
+        "tests/train/strategies/test_batch_share.py::"
+        "test_shares_by_speed_make_the_update_of_one_process",
+    ),
     "a label moves before its version can answer": Bug(
         "coordination/serving/versions.py",
         "label: version if version in ready else self._labels.get(label)",

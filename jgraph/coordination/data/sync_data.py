@@ -11,29 +11,38 @@ replica in turn. An update is then of neighbours in the order of the epoch, whoe
 first: that of one process with batches as large as those of all replicas together. With
 backup workers a batch goes to who asks, and a slow replica gets fewer.
 
+With ``shares`` a replica computes several neighbours in one step, as many as its share
+of the update is: they are dealt, counted and given back together.
+
 What a lost replica held is suspected of ending it and dealt alone, one batch at a time,
 so that a third death has one cause only, whose name the run then ends with.
 """
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from jgraph.coordination.data.batch_book import BatchBook
+from jgraph.coordination.data.shares import Shares
 from jgraph.coordination.data.slots import Lease, SlotPlan
 from jgraph.errors import DataSlotError
+
+Places: TypeAlias = tuple[int, ...]
+"""Those of the batches of one step."""
 
 
 @final
 class SyncData:
     """The ledger of the batches of one run.
 
-    Batches are known by their numbers, see ``SlotPlan.number``.
+    Batches are known by their numbers, see ``SlotPlan.number``; those of one step by
+    that of the first.
 
     Args:
       plan: the slots.
       replicas: who takes part, in the order in which a round is dealt.
       position: where to begin, see ``BatchBook``.
+      shares: how many batches a step of each replica is of; None: of one.
 
     Example:
       >>> from jgraph.coordination.data.slots import Part
@@ -50,12 +59,14 @@ class SyncData:
         plan: SlotPlan,
         replicas: Iterable[str],
         position: Mapping[str, Any] | None = None,
+        shares: Shares | None = None,
     ) -> None:
         self._book = BatchBook(plan, position)
-        # Of a round: batches that replicas will get when they ask.
-        self._reserved: dict[str, deque[int]] = {name: deque() for name in replicas}
-        # What replicas hold: the place of each batch, by its number.
-        self._held: dict[str, dict[int, int]] = {name: {} for name in self._reserved}
+        self._shares = shares
+        # Of a round: the steps that replicas will get when they ask.
+        self._reserved: dict[str, deque[Places]] = {name: deque() for name in replicas}
+        # What replicas hold: the places of each step, by the number of the first.
+        self._held: dict[str, dict[int, Places]] = {name: {} for name in self._reserved}
         self._holder: dict[int, str] = {}  # of each, however many replicas there are
         self._late_with: dict[int, str] = {}
 
@@ -77,39 +88,58 @@ class SyncData:
 
         Args:
           replica: one that takes part and is not lost.
-          batches: how many it would like.
+          batches: how many it would like; with shares it gets those of one step.
           together: every update needs all replicas.
           idle: it holds nothing, whatever is known here of its last contribution.
         """
         order, held = self._book.order, self._held[replica]
         alone = idle or not held
         share = order.plan.batches_per_epoch // (2 * len(self._reserved))
-        places: list[int] = []
-        while len(places) < min(batches, max(1, share)):
-            place = self._take(replica, alone=alone and not places, together=together)
-            if place is None:
+        steps = 1 if self._shares is not None else min(batches, max(1, share))
+        batches_dealt: list[int] = []
+        for _ in range(steps):
+            places = self._take(
+                replica, alone=alone and not batches_dealt, together=together
+            )
+            if not places:
                 break
-            places.append(place)
-            number = order.number(place)
-            held[number], self._holder[number] = place, replica
-        return tuple(order.leases(places))
+            batches_dealt += places
+            number = order.number(places[0])
+            held[number], self._holder[number] = places, replica
+        return tuple(order.leases(batches_dealt))
 
-    def _take(self, replica: str, *, alone: bool, together: bool) -> int | None:
+    def learn(self, replica: str, piece_s: float) -> None:
+        """Learns how long a replica takes for a batch; with shares these follow it."""
+        if self._shares is not None:
+            self._shares.learn(replica, piece_s)
+
+    def _take(self, replica: str, *, alone: bool, together: bool) -> Places:
+        """Deals the batches of one step; none: not now."""
         if deaths := self._book.deaths:
             suspects = (place for place in self._book.given_back if place in deaths)
             suspect = next(suspects, None)
-            has_one = any(place in deaths for place in self._held[replica].values())
+            holds = (place for step in self._held[replica].values() for place in step)
+            has_one = any(place in deaths for place in holds)
             if not alone and (suspect is not None or has_one):
-                return None
+                return ()
             if suspect is not None:
-                return self._book.take(suspect)
+                return (self._book.take(suspect),)
         reserved = self._reserved[replica]
         if together and not reserved:
-            for name, batches in self._reserved.items():
-                batches.append(self._next(name))
-        return reserved.popleft() if reserved else self._next(replica)
+            for name, count in self._round().items():
+                self._reserved[name].append(self._next(name, count))
+        return reserved.popleft() if reserved else self._next(replica, 1)
 
-    def _next(self, replica: str) -> int:
+    def _round(self) -> Mapping[str, int]:
+        """Returns how many batches of the next update each replica computes."""
+        if self._shares is not None:
+            return self._shares.next(self._reserved)
+        return dict.fromkeys(self._reserved, 1)
+
+    def _next(self, replica: str, count: int) -> Places:
+        return tuple(self._next_one(replica) for _ in range(count))
+
+    def _next_one(self, replica: str) -> int:
         others = len(self._reserved) > 1
         for place in self._book.given_back:
             if not (others and self._late_with.get(place) == replica):
@@ -122,12 +152,13 @@ class SyncData:
         """Whether a replica holds the batch of this number."""
         return self._holder.get(number) == replica
 
-    def counted(self, number: int) -> int:
-        """A batch is part of an update; returns its place."""
-        _, place = self._let_go(number)
-        self._late_with.pop(place, None)
-        self._book.finish([place])
-        return place
+    def counted(self, number: int) -> Places:
+        """The batches of a step are part of an update; returns their places."""
+        _, places = self._let_go(number)
+        for place in places:
+            self._late_with.pop(place, None)
+        self._book.finish(places)
+        return places
 
     def take_back(self, places: Iterable[int]) -> None:
         """Batches that were counted are part of no update after all."""
@@ -135,25 +166,27 @@ class SyncData:
             self._book.undo(place)
 
     def late(self, number: int) -> None:
-        """A batch was computed too late and is dealt again."""
-        replica, place = self._let_go(number)
-        self._late_with[place] = replica
-        self._book.deaths.pop(place, None)  # it let its replica live
-        self._book.give_back(place)
+        """The batches of a step were computed too late and are dealt again."""
+        replica, places = self._let_go(number)
+        for place in places:
+            self._late_with[place] = replica
+            self._book.deaths.pop(place, None)  # it let its replica live
+            self._book.give_back(place)
 
     def lost(self, replica: str, computed: Collection[int]) -> DataSlotError | None:
         """A replica is gone; returns an error if its data ended it, and others before.
 
         Args:
           replica: who.
-          computed: numbers of its batches whose contributions are here and may count.
+          computed: numbers of its steps whose contributions are here and may count.
         """
-        for place in self._reserved.pop(replica, ()):
-            self._book.give_back(place)
+        for step in self._reserved.pop(replica, ()):
+            for place in step:
+                self._book.give_back(place)
         held = self._held.get(replica, {})
         lost = [number for number in held if number not in computed]
-        return self._book.lose([self._let_go(number)[1] for number in lost])
+        return self._book.lose([p for number in lost for p in self._let_go(number)[1]])
 
-    def _let_go(self, number: int) -> tuple[str, int]:
+    def _let_go(self, number: int) -> tuple[str, Places]:
         replica = self._holder.pop(number)
         return replica, self._held[replica].pop(number)

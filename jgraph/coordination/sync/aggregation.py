@@ -47,11 +47,15 @@ class Contributed:
 @final
 @dataclass(frozen=True, slots=True)
 class DataAsked:
-    """A replica would like ``batches`` more; with ``idle`` it holds none."""
+    """A replica would like ``batches`` more; with ``idle`` it holds none.
+
+    ``piece_s``: how long it takes for one, in seconds; 0: that is not known.
+    """
 
     replica: str
     batches: int
     idle: bool = False
+    piece_s: float = 0.0
 
 
 @final
@@ -307,6 +311,7 @@ class Arbiter:
         if self._over or asked.replica not in self._alive:
             return None
         together = len(self._alive) <= self._wanted
+        self._data.learn(asked.replica, asked.piece_s)
         return self._data.deal(
             asked.replica, asked.batches, together=together, idle=asked.idle
         )
@@ -375,7 +380,7 @@ class Arbiter:
         there = list(whole.items())
         chosen, late = there[: self.needed], there[self.needed :]
         del self._whole[self._version]
-        self._chosen = [self._data.counted(slot) for slot, _ in chosen]
+        self._chosen = [p for slot, _ in chosen for p in self._data.counted(slot)]
         for slot, step in late:
             self._drop(slot, step)
         self._applying = True

@@ -2004,6 +2004,8 @@ class RunLoop(_message.Message):
     PACE_FEED_FIELD_NUMBER: _builtins.int
     PACE_S_FIELD_NUMBER: _builtins.int
     PACE_MOST_FIELD_NUMBER: _builtins.int
+    PIECES_FIELD_NUMBER: _builtins.int
+    PIECES_FEED_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     data: _builtins.str
     """name of the data set put on that worker"""
@@ -2061,6 +2063,12 @@ class RunLoop(_message.Message):
     """
     pace_s: _builtins.float
     pace_most: _builtins.int
+    pieces: _builtins.int
+    """Synchronous training in pieces: a step is of all batches of one DataDeal, of so many
+    at most, to which they are filled up with zeros. 0: a step is of one batch.
+    """
+    pieces_feed: _builtins.str
+    """int32 feed: how many there are"""
     @_builtins.property
     def sync(self) -> Global___SyncOrder: ...
     @_builtins.property
@@ -2107,10 +2115,12 @@ class RunLoop(_message.Message):
         pace_feed: _builtins.str = ...,
         pace_s: _builtins.float = ...,
         pace_most: _builtins.int = ...,
+        pieces: _builtins.int = ...,
+        pieces_feed: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sync", b"sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "began_s", b"began_s", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "finite_fetch", b"finite_fetch", "finite_leaves", b"finite_leaves", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "pace_feed", b"pace_feed", "pace_most", b"pace_most", "pace_s", b"pace_s", "prefetch", b"prefetch", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task", "tell_every", b"tell_every", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "began_s", b"began_s", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "finite_fetch", b"finite_fetch", "finite_leaves", b"finite_leaves", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "pace_feed", b"pace_feed", "pace_most", b"pace_most", "pace_s", b"pace_s", "pieces", b"pieces", "pieces_feed", b"pieces_feed", "prefetch", b"prefetch", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task", "tell_every", b"tell_every", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2177,6 +2187,7 @@ class LoopReport(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     RESTORED_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
+    PIECES_FIELD_NUMBER: _builtins.int
     QUESTION_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"running", "done", "stopped"; synchronous: "paused", "alone"; of a run that looks
@@ -2203,6 +2214,8 @@ class LoopReport(_message.Message):
     """then: steps that may still be applied"""
     task: _builtins.str
     """of the loop that begins here, or is lost"""
+    pieces: _builtins.int
+    """batches of the steps, where these are of several"""
     @_builtins.property
     def times(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Tensors: steps (int64[n]), seconds since the loop began (float64[n]), then each
@@ -2249,11 +2262,12 @@ class LoopReport(_message.Message):
         in_flight: _builtins.int = ...,
         restored: Global___RunRestored | None = ...,
         task: _builtins.str = ...,
+        pieces: _builtins.int = ...,
         question: Global___RunQuestion | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "question", b"question", "restored", b"restored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "halted", b"halted", "handle", b"handle", "in_flight", b"in_flight", "loop", b"loop", "number", b"number", "question", b"question", "replica", b"replica", "restored", b"restored", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "task", b"task", "times", b"times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "halted", b"halted", "handle", b"handle", "in_flight", b"in_flight", "loop", b"loop", "number", b"number", "pieces", b"pieces", "question", b"question", "replica", b"replica", "restored", b"restored", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "task", b"task", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2417,6 +2431,7 @@ class SyncOrder(_message.Message):
     DATA_POSITION_FIELD_NUMBER: _builtins.int
     HALT_EVERY_FIELD_NUMBER: _builtins.int
     HALT_S_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
     gate: _builtins.str
     version: _builtins.int
     """updates applied so far"""
@@ -2440,6 +2455,10 @@ class SyncOrder(_message.Message):
     def halt_every(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """halt at multiples of each of these, in updates"""
 
+    @_builtins.property
+    def cut(self) -> Global___BatchCut:
+        """unset: a step of a replica is of one batch"""
+
     def __init__(
         self,
         *,
@@ -2452,14 +2471,49 @@ class SyncOrder(_message.Message):
         data_position: _builtins.str = ...,
         halt_every: _abc.Iterable[_builtins.int] | None = ...,
         halt_s: _builtins.float = ...,
+        cut: Global___BatchCut | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_position", b"data_position", "gate", b"gate", "halt_every", b"halt_every", "halt_s", b"halt_s", "handles", b"handles", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "data_position", b"data_position", "gate", b"gate", "halt_every", b"halt_every", "halt_s", b"halt_s", "handles", b"handles", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SyncOrder: _TypeAlias = SyncOrder  # noqa: Y015
+
+@_typing.final
+class BatchCut(_message.Message):
+    """How many pieces, batches of the data's plan, an update is of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EACH_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    MOST_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
+    each: _builtins.int
+    """for each replica"""
+    total: _builtins.int
+    """whoever takes part; 0: as `each` says"""
+    most: _builtins.int
+    """of one replica"""
+    measured: _builtins.bool
+    """shares follow the speed of the replicas"""
+    def __init__(
+        self,
+        *,
+        each: _builtins.int = ...,
+        total: _builtins.int = ...,
+        most: _builtins.int = ...,
+        measured: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["each", b"each", "measured", b"measured", "most", b"most", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchCut: _TypeAlias = BatchCut  # noqa: Y015
 
 @_typing.final
 class OpenGate(_message.Message):
@@ -4054,6 +4108,7 @@ class AskData(_message.Message):
     IDLE_FIELD_NUMBER: _builtins.int
     HANDLE_FIELD_NUMBER: _builtins.int
     RECEIVED_FIELD_NUMBER: _builtins.int
+    PIECE_S_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     loop: _builtins.str
     done: _builtins.int
@@ -4064,6 +4119,8 @@ class AskData(_message.Message):
     """of the worker's program"""
     received: _builtins.int
     """Batches that reached the worker since it began; unset: all that were dealt."""
+    piece_s: _builtins.float
+    """how long one is computed, in pieces; 0: not known"""
     def __init__(
         self,
         *,
@@ -4074,10 +4131,11 @@ class AskData(_message.Message):
         idle: _builtins.bool = ...,
         handle: _builtins.str = ...,
         received: _builtins.int | None = ...,
+        piece_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_received", b"_received", "received", b"received"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_received", b"_received", "batches", b"batches", "done", b"done", "handle", b"handle", "idle", b"idle", "loop", b"loop", "received", b"received", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_received", b"_received", "batches", b"batches", "done", b"done", "handle", b"handle", "idle", b"idle", "loop", b"loop", "piece_s", b"piece_s", "received", b"received", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__received: _TypeAlias = _typing.Literal["received"]  # noqa: Y015
     _WhichOneofArgType__received: _TypeAlias = _typing.Literal["_received", b"_received"]  # noqa: Y015

@@ -148,6 +148,23 @@ class LeasedBatches:
         first = (index - lease.first) * size
         return {n: a[first : first + size].copy() for n, a in self._read.items()}
 
+    def read_together(self, leases: Sequence[Lease], most: int) -> dict[str, Array]:
+        """Returns all batches of the leases in arrays that ``most`` would fill.
+
+        What they do not fill is zeros.
+        """
+        size, filled = self._plan.batch_size, 0
+        together: dict[str, Array] = {}
+        for lease in leases:
+            for index in range(lease.first, lease.first + lease.batches):
+                for name, batch in self.read(lease, index).items():
+                    if name not in together:
+                        shape = most * size, *batch.shape[1:]
+                        together[name] = np.zeros(shape, batch.dtype)
+                    together[name][filled : filled + size] = batch
+                filled += size
+        return together
+
     def _joined(self, pieces: Sequence[Piece]) -> dict[str, Array]:
         read = [self._reader.read(piece.part, piece.rows) for piece in pieces]
         if len(pieces) == 1:

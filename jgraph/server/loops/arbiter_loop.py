@@ -9,7 +9,8 @@ from typing import TypeAlias, final
 import numpy as np
 
 from jgraph.clock import Clock
-from jgraph.cluster.loop_messages import deal_of, finite_check_of
+from jgraph.cluster.loop_messages import cut_of, deal_of, finite_check_of
+from jgraph.coordination.data.shares import Shares
 from jgraph.coordination.data.slots import Lease, SlotPlan
 from jgraph.coordination.data.sync_data import SyncData
 from jgraph.coordination.liveness.master_lease import LeaseTracker
@@ -75,10 +76,12 @@ class ArbiterLoop:
         self._gates = gates
         self._clock = clock
         self._replicas = dict(zip(sync.handles, tasks, strict=True))
+        cut = cut_of(sync)
         self._data = SyncData(
             SlotPlan.from_dict(json.loads(order.data_plan)),
             self._replicas,
             json.loads(sync.data_position),
+            shares=None if cut is None else Shares(cut),
         )
         self._answer: tuple[Lease, ...] | None = None
         self._finite = finite_check_of(order)
@@ -136,7 +139,11 @@ class ArbiterLoop:
 
     async def ask(self, question: pb.AskData) -> pb.DataDeal:
         """Answers a worker that asks for batches, at once."""
-        self._take(DataAsked(question.handle, question.batches, question.idle))
+        self._take(
+            DataAsked(
+                question.handle, question.batches, question.idle, question.piece_s
+            )
+        )
         return deal_of(self._answer)
 
     async def reports(self) -> AsyncIterator[Frame]:

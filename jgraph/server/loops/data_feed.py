@@ -6,8 +6,8 @@ held, while the step before is still computed.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeAlias, final
 
@@ -38,10 +38,14 @@ _READY = 2
 @final
 @dataclass(frozen=True, slots=True)
 class NumberedBatch:
-    """A batch, and its number: the same whoever trains on it, and whenever."""
+    """A batch, and its number: the same whoever trains on it, and whenever.
+
+    It is of ``pieces`` batches of the plan, and has the number of the first.
+    """
 
     number: int
     fields: dict[str, Any]
+    pieces: int = 1
 
 
 Read: TypeAlias = NumberedBatch | BaseException | None
@@ -89,6 +93,24 @@ class BatchReader:
                 then,
                 self._cost,
             )
+
+    def read_together(self, leases: Sequence[Lease], most: int, then: Taken) -> None:
+        """Calls ``then`` with all batches of these leases as one, or an error.
+
+        Args:
+          leases: of ``most`` batches at most.
+          most: the arrays have room for so many.
+          then: called once.
+        """
+        source, first = self._source, leases[0]
+        assert isinstance(source, LeasedBatches)  # the client refuses others
+
+        def read() -> NumberedBatch:
+            fields = source.read_together(leases, most)
+            batch = self._numbered(first, first.first, fields)
+            return replace(batch, pieces=sum(lease.batches for lease in leases))
+
+        self._shell.submit(read, then, self._cost)
 
     def close(self) -> None:
         """Wants nothing more of the client."""
@@ -171,15 +193,25 @@ class DataFeed:
       clock: measures how fast batches go.
       supervised: asks again where an answer does not come, and gives no batch while
         none came for too long; else that is an error.
+      pieces: all batches of one answer are given as one, of so many at most; 0: each is
+        given by itself.
     """
 
     def __init__(
-        self, reader: BatchReader, ask: Ask, clock: Clock, *, supervised: bool = False
+        self,
+        reader: BatchReader,
+        ask: Ask,
+        clock: Clock,
+        *,
+        supervised: bool = False,
+        pieces: int = 0,
     ) -> None:
         self._reader = reader
         self._ask = ask
         self._clock = clock
+        self._pieces = pieces
         self._leases: deque[Lease] = deque()
+        self._together: deque[Sequence[Lease]] = deque()
         self._ready: deque[NumberedBatch] = deque()
         self._index = 0  # in the first lease
         self._held = 0  # in leases, being read, and ready
@@ -218,14 +250,18 @@ class DataFeed:
             self._go_on()
 
     def take_done(self) -> list[Lease]:
-        """Returns which batches are done of those that it has not returned before."""
-        return self._progress.report()
+        """Returns which batches are done of those that it has not returned before.
+
+        Given in pieces, they are known to who deals.
+        """
+        return [] if self._pieces else self._progress.report()
 
     def close(self) -> None:
         """Asks and reads no more."""
         self._over = True
         self._waiting = None
         self._leases.clear()
+        self._together.clear()
         self._reader.close()
         self._lease.close()
 
@@ -248,7 +284,14 @@ class DataFeed:
     # ------------------------------------------------------------ reading
 
     def _read_ahead(self) -> None:
-        if self._reading or not self._leases or len(self._ready) >= _READY:
+        if self._reading or len(self._ready) >= _READY:
+            return
+        if self._together:
+            self._reading = True
+            leases = self._together.popleft()
+            self._reader.read_together(leases, self._pieces, self._read_over)
+            return
+        if not self._leases:
             return
         self._reading = True
         lease = self._leases[0]
@@ -291,9 +334,13 @@ class DataFeed:
         leases = [] if self._ended else leases_of(deal.leases)
         if wanted:
             self._dry = not leases  # asking again at once would give nothing either
-        self._leases.extend(leases)
-        self._progress.deal(leases)
-        batches = sum(lease.batches for lease in leases)
+        if self._pieces:
+            self._together.extend([leases] if leases else [])
+            batches = min(1, len(leases))
+        else:
+            self._leases.extend(leases)
+            self._progress.deal(leases)
+            batches = sum(lease.batches for lease in leases)
         self._held += batches
         self._received += batches
         self._go_on()

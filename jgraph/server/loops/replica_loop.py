@@ -9,6 +9,7 @@ import numpy as np
 
 from jgraph.clock import Clock
 from jgraph.cluster.loop_messages import finite_check_of, rows_of
+from jgraph.coordination.data.shares import PieceTimes
 from jgraph.coordination.run.loop_outcome import BATCH_ERRORS
 from jgraph.coordination.step.pace import Pace
 from jgraph.coordination.step.replica_loop import (
@@ -52,6 +53,7 @@ class LoopRun:
       feed: gives the batches.
       driver: drives the steps.
       clock: time for reports.
+      piece_times: learns how long it takes for a piece, where steps are of several.
 
     Attributes:
       record: what it reports.
@@ -63,8 +65,10 @@ class LoopRun:
         feed: DataFeed,
         driver: StepDriver,
         clock: Clock,
+        piece_times: PieceTimes,
     ) -> None:
         self._order = order
+        self._piece_times = piece_times
         self._driver = driver
         self._clock = clock
         self._feed = feed
@@ -73,6 +77,8 @@ class LoopRun:
         self._is_taking = False
         # Batches of steps under way: a step that is refused is computed anew.
         self._fed: dict[int, dict[str, Any]] = {}
+        self._pieces: dict[int, int] = {}  # of steps under way
+        self._pieces_done = 0  # since the last report
         self._refused = 0
         self._finite = finite_check_of(order)
         self._pace = None
@@ -205,10 +211,12 @@ class LoopRun:
                 for name, value in [
                     (self._order.step_feed, step),
                     (self._order.batch_feed, batch.number),
+                    (self._order.pieces_feed, batch.pieces),
                 ]:
                     if name:
                         feeds[name] = np.asarray(value, np.int32)
                 self._fed[step] = feeds
+                self._pieces[step] = batch.pieces
                 self._drive(step)
                 self._take_batch()
             case error:
@@ -231,7 +239,7 @@ class LoopRun:
                 timeout_s=order.step_timeout_s * (1 + order.prefetch),
                 ordered=True,
                 ahead=order.prefetch,
-                compute_wait_s=order.compute_wait_s,
+                compute_wait_s=order.compute_wait_s * self._pieces[step],
             )
         except JGError as error:
             self._take(StepFailed(step, error))
@@ -248,6 +256,9 @@ class LoopRun:
         parts["other"] = now - self._computed_at - sum(parts.values())
         for name, seconds in parts.items():
             self._times[name] += seconds
+        if self._order.pieces:
+            self._piece_times.learn(parts["compute"], self._pieces[step])
+            self._pieces_done += self._pieces[step]
         self._computed_at = now
         if self._pace is not None:
             self._pace.took(parts["compute"])
@@ -269,6 +280,7 @@ class LoopRun:
             self._take(StepRefused(step))
             return
         self._fed.pop(step, None)
+        self._pieces.pop(step, None)
         match error:
             case None:
                 if step != self._unwell:  # of which the batch comes again
@@ -291,6 +303,7 @@ class LoopRun:
 
     def _report(self, state: str, halted: int = 0, in_flight: int = 0) -> None:
         times, self._times = self._times, defaultdict(float)
+        pieces, self._pieces_done = self._pieces_done, 0
         dropped = {self._order.task: self._refused} if self._refused else {}
         self.record.send(
             pb.LoopReport(
@@ -301,5 +314,6 @@ class LoopRun:
                 done=rows_of(self._feed.take_done()),
                 halted=halted,
                 in_flight=in_flight,
+                pieces=pieces,
             )
         )

@@ -86,6 +86,7 @@ class LoopReports:
                 header.data_done = sent.data_done
                 header.data_position = sent.data_position
                 header.dropped.update(sent.dropped)
+                header.pieces += sent.pieces
                 rows += of_it
                 for name, seconds in sent.times.items():
                     header.times[name] += seconds

@@ -11,6 +11,7 @@ from jgraph.cluster.fed_data import FedReader
 from jgraph.cluster.loop_messages import source_info
 from jgraph.cluster.methods import Answer, reading
 from jgraph.coordination.data.dispatch import Dispatch
+from jgraph.coordination.data.shares import PieceTimes
 from jgraph.coordination.data.slots import SlotPlan
 from jgraph.coordination.run.succession import MasterTerms
 from jgraph.errors import (
@@ -206,10 +207,13 @@ class TaskLoops:
                 f"{self._task} has no data set '{order.data}' (it may have been "
                 "restarted); call fit again to upload the data"
             )
-        feed = self._feed(order, self._data[order.data])
-        return LoopRun(order, feed, self._driver, self._context.clock)
+        times = PieceTimes()
+        feed = self._feed(order, self._data[order.data], times)
+        return LoopRun(order, feed, self._driver, self._context.clock, times)
 
-    def _feed(self, order: pb.RunLoop, reader: Reader | FedReader) -> DataFeed:
+    def _feed(
+        self, order: pb.RunLoop, reader: Reader | FedReader, times: PieceTimes
+    ) -> DataFeed:
         if order.data_plan:
             plan = SlotPlan.from_dict(json.loads(order.data_plan))
         else:
@@ -217,7 +221,7 @@ class TaskLoops:
                 reader.parts, order.batch_size, order.seed, shuffle=reader.shuffle
             )
         if order.data_run:
-            ask = self._ask_master(order)
+            ask = self._ask_master(order, times)
         else:
             own = Dispatch(plan, budget=order.steps, workers=1, skip=order.first_step)
             ask = deal_alone(own)
@@ -225,7 +229,16 @@ class TaskLoops:
         # A dealer of synchronous training tells no answers that were lost apart.
         supervised = bool(order.data_run) and not order.batch_feed
         batches = BatchReader(plan, reader, self._shell, feeds)
-        return DataFeed(batches, ask, self._context.clock, supervised=supervised)
+        if order.pieces and isinstance(reader, FedReader):
+            raise DataError(
+                f"loop '{order.loop}' takes several batches at a time, and its client "
+                "reads them; give arrays, or a jg.Source that the workers read"
+            )
+        return DataFeed(
+            *(batches, ask, self._context.clock),
+            supervised=supervised,
+            pieces=order.pieces,
+        )
 
     def _ask_whether_there(self, master: TaskName) -> AskMaster | None:
         address = self._context.addresses.get(master)
@@ -235,7 +248,7 @@ class TaskLoops:
         ask = self._context.transport.ask
         return lambda: ask(address, "TaskStatus", question, timeout_s=CONTROL_S)
 
-    def _ask_master(self, order: pb.RunLoop) -> Ask:
+    def _ask_master(self, order: pb.RunLoop, times: PieceTimes) -> Ask:
         dealer = TaskName(order.dealer)
         address = "" if dealer == self._task else self._address(dealer)
 
@@ -250,6 +263,7 @@ class TaskLoops:
                 idle=idle,
                 handle=order.handle if order.batch_feed else "",
                 received=received,
+                piece_s=times.piece_s,
             )
             if dealer == self._task:
                 return await self._dealers.ask(question)

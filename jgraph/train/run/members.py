@@ -18,7 +18,8 @@ class RunMember:
       task: its name.
       state: "takes part", "left": it was told to end and has handed over, or "lost".
       since_s: when it began to take part, or ended, in seconds since the run began.
-      batches: that it has computed, all its loops together.
+      batches: that it has computed, all its loops together; pieces of them where
+        workers share the batch of an update.
       share: of the batches of all.
     """
 
@@ -108,7 +109,7 @@ class MemberBook:
         decides = is_ps(task) or report.replica == ARBITER
         if decides or report.restored is not None:
             return  # of no worker
-        self.did(task, len(report.steps))
+        self.did(task, report.batches)
         if report.handle:
             self.began(task, report.told_s)
         elif report.state == "left":

@@ -14,7 +14,13 @@ from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.program.accumulate import MEAN, SLOT
 from jgraph.train.model.checks import warn_of_same_draws
-from jgraph.train.model.metrics import WHOLE, needs_pieces, num_pieces, pieces
+from jgraph.train.model.metrics import (
+    WHOLE,
+    needs_pieces,
+    num_pieces,
+    pieces as in_pieces,
+)
+from jgraph.train.step.batch_pieces import BatchPieces
 from jgraph.train.step.compress import Counted
 from jgraph.train.step.local_steps import INNER
 from jgraph.train.step.train_step import TrainStep
@@ -40,6 +46,8 @@ class SyncStep:
       batch: shapes and dtypes of one worker's batch.
       contributions: of how many a mean is, at most.
       replicas: how many workers may contribute; as many if unset.
+      cut: a worker's batch is of several pieces, of which ``batch`` is one; None: of
+        one.
     """
 
     def __init__(
@@ -48,10 +56,12 @@ class SyncStep:
         batch: Any,
         contributions: int,
         replicas: int | None = None,
+        cut: BatchPieces | None = None,
     ) -> None:
         self._step = step
         self._batch = batch
-        self._by_rows = step.row_step(batch)
+        self._cut = cut
+        self._by_rows = None if cut is not None else step.row_step(batch)
         tree = step.unflatten(list(step.variables))
         counts = {t.name: t.count for t in self._tables}
         self._grads = jax.tree.map(
@@ -77,7 +87,7 @@ class SyncStep:
             for name, value in metrics.items()
         }
         self._weight: Weight | None = None
-        if local is not None and local.rule.weighs:
+        if cut is not None or (local is not None and local.rule.weighs):
             self._weight = Weight(home, step.container)
         self._counter: Counted | None = None
         if step.compression is not None:
@@ -130,7 +140,8 @@ class SyncStep:
 
         Feeds are those of ``TrainStep.graph`` and ``slot``, the int32 number of the
         batch, by which contributions are known; and ``steps``, int32, where workers are
-        told how many to take alone. The only fetch is its own loss.
+        told how many to take alone, or ``pieces``, how many pieces of a batch there
+        are. The only fetch is its own loss.
 
         Args:
           reads: names of the variables, or shards, that the update reads. Others, as
@@ -144,9 +155,21 @@ class SyncStep:
         frozen = {n for n in self._step.names if MEAN + n not in mean_names}
 
         def contribute(
-            batch: Any, step: Any, replica: Any, slot: Any, steps: Any = None
+            batch: Any,
+            step: Any,
+            replica: Any,
+            slot: Any,
+            steps: Any = None,
+            pieces: Any = None,
         ) -> dict[str, Any]:
-            computed = self._step.computed(self._by_rows, batch, step, replica, steps)
+            if self._cut is None:
+                computed = self._step.computed(
+                    self._by_rows, batch, step, replica, steps
+                )
+            else:
+                computed = self._step.computed_in(
+                    self._cut, batch, pieces, step, replica
+                )
             result, who = self._weighed(computed), {}
             grads = result.grads
             if compression is not None and self._counter is not None:
@@ -158,7 +181,7 @@ class SyncStep:
                 who[self._weight.variable.name] = result.weight
             with device("/job:worker"):
                 metrics = {
-                    name: pieces(value) if name in self._whole else value
+                    name: in_pieces(value) if name in self._whole else value
                     for name, value in result.metrics.items()
                 }
                 values = {
@@ -174,7 +197,7 @@ class SyncStep:
                 mean[...] = values[mean.name]
             for variable in slots:
                 variable[...] = slot
-            return {"loss": result.loss}
+            return {"loss": computed.loss}
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
         own = self._step.own
@@ -183,10 +206,12 @@ class SyncStep:
         local = self._step.local
         if local is not None and local.rule.paced:
             feeds = *feeds, number
+        if self._cut is not None:
+            feeds = self._cut.together(self._batch), *feeds[1:], None, number
         graph, _ = trace(contribute, *feeds, variables=variables)
         warn_of_same_draws(graph)
         notes = [*(self._by_rows.notes if self._by_rows else ())]
-        notes += [each.note for each in (compression, local) if each]
+        notes += [each.note for each in (compression, local, self._cut) if each]
         return replace(graph, notes=tuple(notes))
 
     def _weighed(self, result: Computed) -> Computed:

@@ -30,6 +30,7 @@ from jgraph.train.model.checks import (
 from jgraph.train.model.optimizer import CalledOptimizer, LossOf, Optimizer
 from jgraph.train.model.trees import Tree, group_with_parameters, path_of
 from jgraph.train.step.arrange import Arrangement
+from jgraph.train.step.batch_pieces import BatchPieces
 from jgraph.train.step.compress import Compression, GradientDtype
 from jgraph.train.step.local_steps import INNER, OUTER, LocalRule, LocalSteps
 from jgraph.train.tables.row_mean import Touched, row_layout
@@ -359,6 +360,21 @@ class TrainStep:
                 return value
 
         return Computed(loss, metrics, state, grads, rows, loss_of)
+
+    def computed_in(
+        self, cut: BatchPieces, batch: Any, count: Any, step: Any, replica: Any
+    ) -> Computed:
+        """Returns what a worker makes of its pieces, as sums; called inside a graph.
+
+        Args:
+          cut: how the batch is cut.
+          batch: the pieces, and room for more.
+          count: how many pieces are there, int32.
+          step: number of the step, int32.
+          replica: number of the worker, int32.
+        """
+        now = self._read({})
+        return cut.computed(self.adapter.loss, now, batch, count, step, replica)
 
     def metric_types(self, batch: Any) -> tuple[Any, dict[str, Any]]:
         """Returns shape and dtype of the loss, and of each metric, on such batches."""

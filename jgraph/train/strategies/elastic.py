@@ -1,7 +1,7 @@
 """Elastic: how many workers a run may have, while they join and leave."""
 
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, Literal, TypeAlias, final, get_args
 
 from jgraph.errors import ConfigError
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -9,6 +9,11 @@ from jgraph.train.counts import is_count
 from jgraph.view import markup
 
 _WAIT_S: Final = 3600.0
+
+Batch: TypeAlias = Literal["each", "global"]
+"""What keeps its size while workers come and go: see ``Elastic``."""
+
+_BATCHES: Final[tuple[Batch, ...]] = get_args(Batch)
 
 
 @final
@@ -19,14 +24,19 @@ class Elastic:
     A worker that joins the cluster (``cluster.scale``, ``jgraph server --join``) takes
     part as soon as it has the data and has compiled the step; one that is told to leave
     hands over. With ``AsyncPS`` the others notice nothing. With ``SyncPS`` each change
-    is a pause between two updates, and an update is of all workers there are; as
-    ``batch_size`` is that of one worker, it is of more examples with more of them.
+    is a pause between two updates, and an update is of all workers there are.
 
     Args:
       workers: the least and the most. With fewer the run waits; more do not take part.
         None: any number.
       wait_s: how long it waits so, in seconds; then it fails.
       ps: parameter servers do not join or leave.
+      batch: of ``SyncPS``: what stays as it is while workers come and go. ``"each"``:
+        the batch of a worker, so with more of them an update is of more examples.
+        ``"global"``: the batch of an update, which is ``batch_size`` times the workers
+        that a ``fit`` begins with. It is cut into pieces of one size, at least as many
+        as the most workers; each worker computes as many as others, and the first ones
+        what remains.
 
     Raises:
       ConfigError: numbers that cannot be.
@@ -39,6 +49,7 @@ class Elastic:
     workers: tuple[int, int | None] = (1, None)
     wait_s: float = _WAIT_S
     ps: None = None
+    batch: Batch = "each"
 
     def __post_init__(self) -> None:
         if self.ps is not None:
@@ -48,11 +59,26 @@ class Elastic:
             )
         least, most = self._bounds()
         object.__setattr__(self, "workers", (least, most))
+        self._check_batch()
         wait_s: object = self.wait_s
         if not (isinstance(wait_s, int | float) and wait_s > 0):
             raise ConfigError(
                 f"Elastic(wait_s={self.wait_s!r:.40}) is how many seconds a run waits "
                 "for workers; give a number above 0"
+            )
+
+    def _check_batch(self) -> None:
+        if self.batch not in _BATCHES:
+            raise ConfigError(
+                f"Elastic(batch={self.batch!r:.40}) says what keeps its size while "
+                "workers come and go; write batch='each' for the batch of a worker, or "
+                "'global' for that of an update"
+            )
+        if self.batch == "global" and self.workers[1] is None:
+            raise ConfigError(
+                f"Elastic(workers={self.workers}, batch='global') cuts the batch of an "
+                "update into pieces, at least one for each worker; say how many there "
+                f"are at most: workers=({self.workers[0]}, 16)"
             )
 
     def _bounds(self) -> tuple[int, int | None]:

@@ -10,6 +10,7 @@ from jgraph.plan.placement.spread import PlacementFunction
 from jgraph.train.counts import as_ints, is_count
 from jgraph.train.state.durability import Durability, check_durability
 from jgraph.train.step.compress import GradientDtype, check_gradient_dtype
+from jgraph.train.strategies.batch_share import BatchShare, check_share
 from jgraph.train.strategies.elastic import Elastic, check_elastic
 from jgraph.view import markup
 
@@ -80,6 +81,11 @@ class AsyncPS:
 
     def __post_init__(self) -> None:
         _check_shared(self)
+        if self.elastic is not None and self.elastic.batch == "global":
+            raise ConfigError(
+                "AsyncPS with jg.Elastic(batch='global'): an update is of the batch of "
+                "one worker, however many there are; leave out batch="
+            )
         bound = self.max_staleness
         if bound is not None and not is_count(bound, 0):
             raise ConfigError(
@@ -149,6 +155,12 @@ class SyncPS:
       elastic: lets workers join and leave between two updates, as for ``AsyncPS``. An
         update is of all workers there are then, but the backups, unless
         ``replicas_to_aggregate`` says how many.
+      batch_share: ``"even"``: each worker computes a batch of ``batch_size``. Or
+        ``"measured"``: the workers' batches together are cut into pieces of one size,
+        at most eight for each worker, and each worker computes as many as fit to its
+        speed; an update is of the same examples. A worker's model state, and what it
+        draws at random, are those of pieces. Needs a ``batch_size`` that can be cut,
+        data that workers read, and tables that travel whole.
 
     Raises:
       ConfigError: a number outside what is possible.
@@ -169,6 +181,7 @@ class SyncPS:
     dense: Dense = "ps"
     cost_model: CostModel | None = None
     elastic: Elastic | None = None
+    batch_share: BatchShare = "even"
 
     def __post_init__(self) -> None:
         _check_shared(self)
@@ -185,6 +198,11 @@ class SyncPS:
                 f"backup_workers is {backups!r}; give a whole number, 0 or more"
             )
         as_ints(self, "replicas_to_aggregate", "backup_workers")
+        check_share(
+            *(self.batch_share, self.elastic),
+            replicas_to_aggregate=replicas,
+            backup_workers=backups,
+        )
         if self.elastic is not None and self.elastic.workers[0] <= backups:
             raise ConfigError(
                 f"SyncPS(backup_workers={backups}) with jg.Elastic(workers="

@@ -50,6 +50,8 @@ class RemoteRuns:
         self.workers = Workers(state)
         self._make = make
         self._prepared: dict[str, Prepared] = {}
+        self.variant: object = None
+        """Of the step, where there are several for such batches."""
         self.last: Prepared | None = None
         """What was prepared last."""
         self._has_replaced = False  # programs, since they were registered
@@ -61,13 +63,20 @@ class RemoteRuns:
     def prepare(self, dataset: Dataset, batch_size: int) -> Prepared:
         """Returns the step for such batches, made once per shape."""
         batch = dataset.avals(batch_size)
-        key = f"{batch} {dataset.note}"
+        key = f"{batch} {dataset.note} {self.variant}"
         if key not in self._prepared:
             step = self._make(batch)
             step.plan = replace(step.plan, graph=dataset.noted(step.plan.graph))
             self._prepared[key] = step
         self.last = self._prepared[key]
         return self.last
+
+    def renew_workers(self) -> None:
+        """Takes note of who has joined the cluster since, or left."""
+        elastic, cluster = self._elastic is not None, self._state.cluster
+        if (elastic or cluster.arrangement) and self.workers.renew_tasks():
+            self._has_replaced = True
+            self._prepared.clear()  # a mean may be of more contributions
 
     def begin(
         self, order: Order, book: Callable[[], BatchBook] | None = None
@@ -78,10 +87,7 @@ class RemoteRuns:
           order: what to train.
           book: where the run begins, if its workers train in step.
         """
-        elastic, cluster = self._elastic is not None, self._state.cluster
-        if (elastic or cluster.arrangement) and self.workers.renew_tasks():
-            self._has_replaced = True
-            self._prepared.clear()  # a mean may be of more contributions
+        self.renew_workers()
         prepared = self.prepare(order.dataset, order.batch_size)
         state, workers = self._state, self.workers.tasks
         if self._elastic is not None:

@@ -17,6 +17,7 @@ from jgraph.client.cluster import Cluster
 from jgraph.client.runs.gates import open_gate
 from jgraph.cluster.loop_messages import ARBITER, LoopRequest, SyncRequest
 from jgraph.coordination.data.batch_book import BatchBook
+from jgraph.coordination.data.shares import Cut
 from jgraph.errors import ConfigError
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
@@ -29,8 +30,10 @@ from jgraph.train.run.members import RunMembers
 from jgraph.train.state.placement import plan_on
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position, Staleness
+from jgraph.train.step.batch_pieces import BatchPieces
 from jgraph.train.step.sync_step import SyncStep
 from jgraph.train.step.train_step import TrainStep
+from jgraph.train.strategies.batch_share import check_data, check_rows, cut_for
 from jgraph.train.strategies.elastic import elastic_order
 from jgraph.train.strategies.options import SyncPS
 from jgraph.train.strategies.prepared import Prepared
@@ -80,6 +83,7 @@ class SyncRunner:
         self.runs = RemoteRuns(self.state, self._plan, strategy.elastic, orders)
         self._workers = self.runs.workers
         strategy.contributions(len(self._workers.tasks))  # which may be too few
+        self._cut: Cut | None = None
         self.compute_wait_s: Mapping[int, float] = {}
         """For benchmarks: emulated computing by replica, see ``StepRun``."""
 
@@ -112,15 +116,38 @@ class SyncRunner:
 
     def prepare(self, dataset: Dataset, batch_size: int) -> None:
         """See ``Runner.prepare``."""
-        self.runs.prepare(dataset, batch_size)
+        self.runs.prepare(dataset, self._piece(dataset, batch_size))
+
+    def _piece(self, dataset: Dataset, batch_size: int) -> int:
+        """Returns the examples of a piece; decides how batches are cut from now on."""
+        share, elastic = self._strategy.batch_share, self._strategy.elastic
+        workers = len(self._workers.tasks)
+        self._cut = cut_for(share, elastic, batch_size, workers)
+        self.runs.variant = self._cut
+        if self._cut is None:
+            return batch_size
+        check_data(dataset)
+        return batch_size // self._cut.each
 
     def run(self, order: Order) -> Generator[Chunk, None, None]:
         """See ``Runner.run``."""
+        if self._strategy.elastic is not None:
+            self.runs.renew_workers()  # on whom the pieces hang
+        piece = self._piece(order.dataset, order.batch_size)
+        order = replace(order, batch_size=piece)
         prepared = self.runs.begin(
             order, lambda: self._book(order, self.state.global_step())
         )
         make = partial(self._open_round, prepared, order)
-        yield from self.runs.run(prepared, order, make, None)
+        for chunk in self.runs.run(prepared, order, make, None):
+            yield self._in_batches(chunk)
+
+    def _in_batches(self, chunk: Chunk) -> Chunk:
+        """Returns a chunk that says of how many batches its updates were."""
+        cut = self._cut
+        if cut is None or not cut.total or chunk.batches is None:
+            return chunk
+        return replace(chunk, batches=len(chunk) * cut.total // cut.each)
 
     def position(self) -> Position:
         """See ``Runner.position``."""
@@ -139,7 +166,10 @@ class SyncRunner:
         return None if self.runs.last is None else self.runs.last.plan
 
     def _plan(self, batch: Any) -> Prepared:
-        sync = SyncStep(self._step, batch, *self._most(batch))
+        cut = None if self._cut is None else BatchPieces(self._cut.most)
+        if cut is not None:
+            check_rows(self._step.row_step(batch))
+        sync = SyncStep(self._step, batch, *self._most(batch), cut)
         gate = self._step.container
         apply_graph = sync.apply_graph()
         # Who counts the updates applies them, and decides what they are made of.
@@ -173,7 +203,10 @@ class SyncRunner:
     def _book(self, order: Order, version: int) -> BatchBook:
         """Returns the book of a run that begins where the state is."""
         plan = order.dataset.plan(order.batch_size, order.seed)
-        return BatchBook(plan, self.state.position, skip=version * self._contributions)
+        each = self._contributions
+        if self._cut is not None:
+            each = self._cut.of(len(self._workers.tasks))
+        return BatchBook(plan, self.state.position, skip=version * each)
 
     def _open_round(
         self, prepared: Prepared, order: Order, run: str
@@ -198,7 +231,12 @@ class SyncRunner:
             *(prepared, order), step_timeout_s=patience_s, pace_s=self._pace_s
         )
         workers = [
-            replace(one, compute_wait_s=self.compute_wait_s.get(one.replica, 0.0))
+            replace(
+                one,
+                compute_wait_s=self.compute_wait_s.get(one.replica, 0.0),
+                pieces=0 if self._cut is None else self._cut.most,
+                pieces_feed="" if self._cut is None else "pieces",
+            )
             for one in requests
         ]
         sync = SyncRequest(
@@ -211,6 +249,7 @@ class SyncRunner:
             position=self._book(order, version).position(),
             halt_every=order.halts,
             halt_s=self.state.halt_s,
+            cut=self._cut,
         )
         arbiter = LoopRequest(
             task=shards[0],
