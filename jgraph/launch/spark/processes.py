@@ -114,10 +114,11 @@ class SparkProcesses:
                 clock,
             )
             everyone = list(self._processes.values())
-            for process in everyone:
-                self._want(process.task)
-            with show_wait(self._waiting):
-                self._wait_for_slots(clock, deadline, timeout_s)
+            with show_wait(self._waiting):  # small tasks would be in the way of large
+                for group in (list(asked), [t for t in tasks if t not in asked]):
+                    for task in group:
+                        self._want(task)
+                    self._wait_for_slots(group, clock, deadline, timeout_s)
             check_hellos([one.link for one in everyone])
             nobody = ClusterSpec({})
             for process in everyone:
@@ -199,12 +200,15 @@ class SparkProcesses:
         here = f"{len(self._here())} of {len(self._processes)}"
         return f"Spark has started {here} tasks{has}"
 
-    def _wait_for_slots(self, clock: Clock, deadline: float, timeout_s: float) -> None:
-        for process in self._processes.values():
+    def _wait_for_slots(
+        self, tasks: Sequence[TaskName], clock: Clock, deadline: float, timeout_s: float
+    ) -> None:
+        processes = [self._processes[task] for task in tasks]
+        for process in processes:
             why = process.wait_link(max(0.0, deadline - clock.now()))
             if why:
                 raise StartError(f"{process.task}: {why}", task=process.task)
-        missing = [one for one in self._processes.values() if one.link is None]
+        missing = [one for one in processes if one.link is None]
         if missing:
             names = ", ".join(one.task for one in missing[:8])
             raise StartError(

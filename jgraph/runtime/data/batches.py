@@ -136,6 +136,10 @@ class LeasedBatches:
         self._lease: Lease | None = None
         self._read: dict[str, Array] = {}
 
+    def has_read(self, lease: Lease) -> bool:
+        """Whether the batches of a lease are in memory, and need only be cut out."""
+        return lease == self._lease
+
     def read(self, lease: Lease, index: int) -> dict[str, Array]:
         """Returns batch ``index`` of the lease's slot; the caller owns its arrays."""
         size = self._plan.batch_size

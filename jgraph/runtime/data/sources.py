@@ -132,10 +132,10 @@ class ParquetReader:
         table = self._opened[part].read_row_groups(
             list(range(first, last + 1)), columns=self._columns
         )
-        taken = table.take(rows - starts[first])
-        return {name: self._array(taken, name, part) for name in self._columns}
+        taken = rows - starts[first]
+        return {name: self._array(table, name, part, taken) for name in self._columns}
 
-    def _array(self, table: Any, name: str, part: int) -> Array:
+    def _array(self, table: Any, name: str, part: int, rows: Rows) -> Array:
         column = table.column(name).combine_chunks()
         where = f"column '{name}' of {self._files[part]}"
         if column.null_count:
@@ -152,7 +152,7 @@ class ParquetReader:
             raise SourceError(f"{where} has lists of different lengths") from error
         if len(lengths) > 1:
             raise SourceError(f"{where} has lists of different lengths; pad them")
-        array = as_jax_type(array, where, self._wide)
+        array = as_jax_type(array[rows], where, self._wide)  # NumPy takes rows of lists
         field = self.fields.get(name)
         if field is not None and array.shape[1:] != field.shape:
             raise SourceError(

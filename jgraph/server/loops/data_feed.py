@@ -80,6 +80,7 @@ class BatchReader:
         self._shell = shell
         self._feeds = feeds or {}
         self._cost = Cost()
+        self._cost_of_cutting = Cost()  # a hundredth: need not wait for a thread
 
     def read(self, lease: Lease, index: int, then: Taken) -> None:
         """Calls ``then`` with a batch, an error, or None if the client has no more."""
@@ -88,10 +89,11 @@ class BatchReader:
             want = partial(self._want, source, lease, index, then)
             self._shell.submit(lambda: self._plan.where(lease, index), want, self._cost)
         else:
+            cost = self._cost_of_cutting if source.has_read(lease) else self._cost
             self._shell.submit(
                 lambda: self._numbered(lease, index, source.read(lease, index)),
                 then,
-                self._cost,
+                cost,
             )
 
     def read_together(self, leases: Sequence[Lease], most: int, then: Taken) -> None:

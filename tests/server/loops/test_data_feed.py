@@ -2,14 +2,15 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from jgraph.clock import SystemClock
 from jgraph.coordination.data.dispatch import Dispatch
-from jgraph.coordination.data.slots import Part, Rows, Shuffle, SlotPlan
+from jgraph.coordination.data.slots import Lease, Part, Rows, Shuffle, SlotPlan
 from jgraph.graph.ir import TaskName
+from jgraph.runtime.cost import Cost
 from jgraph.runtime.data.batches import ArrayReader, Field
 from jgraph.server.loops.data_feed import (
     BatchReader,
@@ -86,3 +87,41 @@ def test_next_batches_are_read_while_a_step_computes_and_never_more_than_two() -
         shell.close()
 
     run_async(main())
+
+
+class Files:
+    """One file that is read a lease at a time."""
+
+    def __init__(self) -> None:
+        self._arrays = ArrayReader({"x": np.arange(BATCHES)})
+        self.parts: tuple[Part, ...] = self._arrays.parts
+        self.fields: Mapping[str, Field] = self._arrays.fields
+        self.shuffle: Shuffle = "slots"
+
+    def read(self, part: int, rows: Rows) -> dict[str, Any]:
+        return self._arrays.read(part, rows)
+
+
+class Costs:
+    """A shell that runs all at once, and remembers whose cost it was."""
+
+    def __init__(self) -> None:
+        self.seen: list[Cost] = []
+
+    def submit(
+        self, work: Callable[[], Any], then: Callable[..., None], cost: Cost
+    ) -> None:
+        self.seen.append(cost)
+        then(work())
+
+
+def test_a_batch_that_is_cut_out_of_what_was_read_costs_not_what_reading_does() -> None:
+    reader, costs = Files(), Costs()
+    plan = SlotPlan(reader.parts, 2, seed=0, shuffle="slots", slot_batches=5)
+    batches = BatchReader(plan, reader, cast(TaskHost, costs))
+    for slot in range(2):
+        for index in range(5):
+            batches.read(Lease(0, slot, 0, 5), index, lambda read: None)
+    read, cut = costs.seen[0], costs.seen[1]
+    assert read is not cut
+    assert costs.seen == [read, *[cut] * 4] * 2
