@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from jgraph.train.run.callbacks import EarlyStopping, NanGuard, StopAtStep
     from jgraph.train.run.trackers import MLflow, TensorBoard, WandB
     from jgraph.train.strategies.async_runner import AsyncPS
+    from jgraph.train.strategies.autoscale import AutoScale
     from jgraph.train.strategies.elastic import Elastic
     from jgraph.train.strategies.local import Local
     from jgraph.train.strategies.local_sgd import LocalSGD
@@ -72,6 +73,7 @@ _HOMES = {
     "NO_KEY": "jgraph.graph.rows.hash_keys",
     "Admission": "jgraph.graph.rows.hash_spec",
     "AsyncPS": "jgraph.train.strategies.async_runner",
+    "AutoScale": "jgraph.train.strategies.autoscale",
     "Elastic": "jgraph.train.strategies.elastic",
     "Checkpoints": "jgraph.train.checkpoint.checkpoints",
     "ClusterSpec": "jgraph.cluster.spec",
@@ -133,6 +135,7 @@ __all__ = [
     "TLS",
     "Admission",
     "AsyncPS",
+    "AutoScale",
     "Checkpoints",
     "ClusterSpec",
     "CostModel",

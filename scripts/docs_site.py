@@ -37,6 +37,7 @@ GROUPS: Final = {
         "LocalSGD",
         "Local",
         "Elastic",
+        "AutoScale",
         "Checkpoints",
         "Source",
     ],
@@ -61,7 +62,10 @@ GROUPS: Final = {
     "Looking": ["Graph", "check", "doctor", "DeviceSpec", "JGError"],
 }
 BESIDE: Final = {
-    "Training": ["jgraph.train.run.run.Run", "jgraph.train.spark.scoring.predict"],
+    "Training": [
+        *("jgraph.train.run.run.Run", "jgraph.train.spark.scoring.predict"),
+        *(f"jgraph.coordination.run.autoscale.{n}" for n in ("RunSample", "Scale")),
+    ],
     "Clusters": ["jgraph.client.cluster.Cluster", "jgraph.client.status.TaskStatus"],
     "Tests and simulated clusters": [
         "jgraph.testing.scale." + name

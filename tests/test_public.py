@@ -14,6 +14,7 @@ PUBLIC = [
     "TLS",
     "Admission",
     "AsyncPS",
+    "AutoScale",
     "Checkpoints",
     "ClusterSpec",
     "CostModel",

@@ -85,6 +85,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         "CostModel": measured,
         "DeviceSpec": jg.DeviceSpec.from_string("/job:ps/task:0"),
         "Graph": graph,
+        "AutoScale": jg.AutoScale(),
         "Elastic": jg.Elastic(workers=(1, 4)),
         "Run.members": RunMembers([RunMember(TaskName(EVIL), EVIL, 0.0, 3, 1.0)]),
         "EarlyStopping": jg.EarlyStopping(EVIL),

@@ -22,7 +22,7 @@ from jgraph.client.wait_for_tasks import (
 from jgraph.clock import SystemClock
 from jgraph.cluster import event_loop
 from jgraph.cluster.deadlines import CONTROL_S, DRAIN_S
-from jgraph.cluster.events import Event, in_order
+from jgraph.cluster.events import CLIENT, Event, EventLog, in_order
 from jgraph.cluster.options import shutdown_order
 from jgraph.cluster.transport_choice import (
     TLSFiles,
@@ -69,6 +69,7 @@ class Cluster(Connection):
     Attributes:
       spec: which tasks there are and where.
       master: the task whose server this client talks to.
+      notes: what this client notes of it.
     """
 
     def __init__(
@@ -82,6 +83,12 @@ class Cluster(Connection):
         super().__init__(address, transport, reply, tls, token_file)
         self._sessions: list[Session] = []
         self._dashboards: list[Dashboard] = []
+        self.notes = EventLog(CLIENT)
+
+    @property
+    def starts_workers(self) -> bool:
+        """Whether ``scale`` can start workers from here."""
+        return False
 
     def session(
         self,
@@ -130,11 +137,12 @@ class Cluster(Connection):
         """Returns what became of the cluster: who joined, was lost, what ran, in order.
 
         Its tasks tell what they saw since they started, at most 1,000 events each, and
-        a ``jg.LocalCluster`` whose processes it started again.
+        a ``jg.LocalCluster`` whose processes it started again, and a policy of a run
+        of this client what it did.
         """
         self.refresh()
         task_events = EventTail(self.transport, self.spec).new()
-        return in_order([*task_events, *self._launcher_events()])
+        return in_order([*task_events, *self._launcher_events(), *self.notes.newest()])
 
     @short_traceback
     def drain(self, task: str, grace_s: float = DRAIN_S) -> None:

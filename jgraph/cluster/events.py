@@ -24,6 +24,9 @@ from jgraph.view import markup
 LAUNCHER: Final = "launcher"
 """Who starts the processes of a cluster."""
 
+CLIENT: Final = "client"
+"""Who began a run."""
+
 _LOG: Final = logging.getLogger("jgraph.events")
 _SAME_S: Final = 5.0
 _LINE: Final = re.compile(
@@ -40,9 +43,10 @@ class Event:
     Attributes:
       time_s: when, in seconds since 1970, by the clock of who saw it.
       kind: "joined", "lost", "left", "replaced", "frozen", "died", "restarted",
-        "abandoned" of tasks; "began", "ended", "failed" of runs.
+        "abandoned" of tasks; "began", "ended", "failed", "scaled" of runs.
       text: a sentence that names the task or the run.
-      by: the task that saw it; "launcher": what started the processes.
+      by: the task that saw it; "launcher": what started the processes; "client": who
+        began a run.
       subject: the task or the run.
     """
 

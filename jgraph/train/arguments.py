@@ -96,6 +96,12 @@ def check_detachable(cluster: Cluster | None, strategy: Strategy) -> None:
             "of a jg.LocalCluster end with it; start them with `jgraph up` and connect "
             "with jg.connect(…)"
         )
+    elastic = getattr(strategy, "elastic", None)
+    if elastic is not None and elastic.policy is not None:
+        raise ConfigError(
+            "jg.Elastic(policy=…) decides in the process that began the run, and "
+            "detached=True lets that end; leave out one of them"
+        )
     if cluster is None:
         raise ConfigError(
             f"detached=True needs a cluster, and {strategy!r} trains in this process, "

@@ -196,6 +196,11 @@ class LocalCluster(Cluster):
         """
         return self._processes.restart(task, DRAIN_S + _END_S)
 
+    @property
+    def starts_workers(self) -> bool:
+        """See ``Cluster.starts_workers``."""
+        return self._is_elastic
+
     def _start_workers(self, count: int) -> None:
         self._check_elastic()
         self._processes.start_joiners(count)

@@ -6,6 +6,7 @@ from typing import Final, Literal, TypeAlias, final, get_args
 from jgraph.errors import ConfigError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.counts import is_count
+from jgraph.train.strategies.autoscale import AutoScale, ScalePolicy, check_policy
 from jgraph.view import markup
 
 _WAIT_S: Final = 3600.0
@@ -37,6 +38,9 @@ class Elastic:
         that a ``fit`` begins with. It is cut into pieces of one size, at least as many
         as the most workers; each worker computes as many as others, and the first ones
         what remains.
+      policy: decides how many workers there are, see ``jg.AutoScale``; or an object
+        whose ``handle(sample)`` returns a ``Scale``, or None, each half a minute. None:
+        who calls ``cluster.scale`` does.
 
     Raises:
       ConfigError: numbers that cannot be.
@@ -50,6 +54,7 @@ class Elastic:
     wait_s: float = _WAIT_S
     ps: None = None
     batch: Batch = "each"
+    policy: AutoScale | ScalePolicy | None = None
 
     def __post_init__(self) -> None:
         if self.ps is not None:
@@ -60,6 +65,7 @@ class Elastic:
         least, most = self._bounds()
         object.__setattr__(self, "workers", (least, most))
         self._check_batch()
+        check_policy(self.policy)
         wait_s: object = self.wait_s
         if not (isinstance(wait_s, int | float) and wait_s > 0):
             raise ConfigError(

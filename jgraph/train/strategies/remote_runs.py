@@ -19,6 +19,7 @@ from jgraph.train.data.data import Dataset
 from jgraph.train.run.members import MemberBook
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position
+from jgraph.train.strategies.autoscaling import scaling_of
 from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.messages import about_run
 from jgraph.train.strategies.prepared import Prepared
@@ -133,6 +134,7 @@ class RemoteRuns:
           data: what is dealt out; None: training is synchronous, and a loop decides.
         """
         state, owner = self._state, None
+        begin_scaling = scaling_of(state.cluster, self._elastic)
         if order.lease_s is not None:
             give = partial(self._give_data, prepared, order.dataset)
             owner = Owner(give, state.hold())
@@ -147,11 +149,18 @@ class RemoteRuns:
                     elastic=self._elastic_order,
                 )
                 run = submit_run(state.cluster, make, about, data, order.stop, owner)
+            scaling = None if begin_scaling is None else begin_scaling(run.info.name)
             try:
-                yield from self._follow(run, prepared.names)
+                for chunk in self._follow(run, prepared.names):
+                    if scaling is not None:
+                        scaling.take(chunk, self.members.members())
+                    yield chunk
             except GeneratorExit:
                 end_run(run)
                 raise
+            finally:
+                if scaling is not None:
+                    scaling.close()
         except JGError:
             self.workers.forget_data()
             raise

@@ -1,0 +1,110 @@
+"""AutoScale: options of a policy that says how many workers an elastic run has."""
+
+from dataclasses import dataclass
+from typing import Final, Protocol, final
+
+from jgraph.coordination.run.autoscale import (
+    AutoScaler,
+    RunSample,
+    Scale,
+    ScaleRules,
+)
+from jgraph.errors import ConfigError
+from jgraph.view import markup
+
+WINDOW_S: Final = 30.0
+
+
+class ScalePolicy(Protocol):
+    """Decides how many workers a run should have."""
+
+    def handle(self, sample: RunSample) -> Scale | None:
+        """Takes what a run told; returns what to do now, or None."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AutoScale:
+    """Let a run find out how many workers pay, and have as many.
+
+    While the workers of a run do not change, this process counts how many batches they
+    do in ``window_s``. As long as added workers pay, it makes them twice as many; when
+    they do not, it goes back half of the way. Then it rests, until the run becomes much
+    faster or slower by itself, or somebody else changes the number of workers. Each act
+    is an event, with the numbers that it was decided by: ``cluster.events()``.
+
+    It runs in the process that began the run, which must be able to start workers:
+    that of ``jg.LocalCluster(elastic=True)``.
+
+    Args:
+      window_s: how long the run is measured between two decisions, in seconds.
+      pause_s: between two acts, at least, in seconds.
+      least_gain: a worker pays if it adds so much of what one does on average.
+      hysteresis: the part of its rate by which the run has to change until a new search
+        begins.
+      most_input: where workers wait for data for a larger part of their time, none is
+        added.
+      dry_run: say what would be done, and do nothing.
+
+    Raises:
+      ConfigError: a number outside what is possible.
+
+    Example:
+      >>> AutoScale(window_s=60).least_gain
+      0.5
+    """
+
+    window_s: float = WINDOW_S
+    pause_s: float = 120.0
+    least_gain: float = 0.5
+    hysteresis: float = 0.2
+    most_input: float = 0.2
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        limits = {
+            "window_s": (0.1, 86400.0),
+            "pause_s": (0.0, 86400.0),
+            "least_gain": (0.01, 1.0),
+            "hysteresis": (0.01, 1.0),
+            "most_input": (0.0, 1.0),
+        }
+        for name, (least, most) in limits.items():
+            value: object = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and least <= value <= most):  # type: ignore[operator]
+                raise ConfigError(
+                    f"AutoScale({name}={value!r:.40}): give a number from {least:g} to "
+                    f"{most:g}"
+                )
+
+    def begin(self, least: int, most: int | None) -> ScalePolicy:
+        """Returns what decides for one run.
+
+        Args:
+          least: workers that it may have.
+          most: likewise; None: any number.
+        """
+        rules = ScaleRules(
+            self.pause_s, self.least_gain, self.hysteresis, self.most_input
+        )
+        return AutoScaler(least, most, rules)
+
+    def _repr_html_(self) -> str:
+        return markup.data(self)
+
+
+def check_policy(policy: object) -> None:
+    """Refuses what decides nothing.
+
+    Raises:
+      ConfigError: says what to write.
+    """
+    if policy is None or isinstance(policy, AutoScale):
+        return
+    if not callable(getattr(policy, "handle", None)):
+        raise ConfigError(
+            f"Elastic(policy={policy!r:.60}) decides nothing: write policy="
+            "jg.AutoScale(), or give an object whose handle(sample) returns a Scale or "
+            "None"
+        )
