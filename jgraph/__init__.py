@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from jgraph.train.hash_tables.hash_table import HashTable
     from jgraph.train.pipeline.pipeline import Pipeline
     from jgraph.train.pipeline.towers import towers
+    from jgraph.train.privacy.options import Privacy
     from jgraph.train.run.callbacks import EarlyStopping, NanGuard, StopAtStep
     from jgraph.train.run.trackers import MLflow, TensorBoard, WandB
     from jgraph.train.strategies.async_runner import AsyncPS
@@ -93,6 +94,7 @@ _HOMES = {
     "ModelServer": "jgraph.serving.model_server",
     "NanGuard": "jgraph.train.run.callbacks",
     "Pipeline": "jgraph.train.pipeline.pipeline",
+    "Privacy": "jgraph.train.privacy.options",
     "RayCluster": "jgraph.launch.ray_cluster",
     "RoundRobin": "jgraph.plan.placement.spread",
     "Server": "jgraph.server.server",
@@ -155,6 +157,7 @@ __all__ = [
     "ModelServer",
     "NanGuard",
     "Pipeline",
+    "Privacy",
     "RayCluster",
     "RoundRobin",
     "Server",

@@ -35,6 +35,7 @@ GROUPS: Final = {
         "AsyncPS",
         "SyncPS",
         "LocalSGD",
+        "Privacy",
         "Local",
         "Elastic",
         "AutoScale",

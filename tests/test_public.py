@@ -34,6 +34,7 @@ PUBLIC = [
     "ModelServer",
     "NanGuard",
     "Pipeline",
+    "Privacy",
     "RayCluster",
     "RoundRobin",
     "Server",

@@ -101,6 +101,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         "Local": jg.Local(),
         "LocalSGD": jg.LocalSGD(sync_every=20),
         "Pipeline": pipe,
+        "Privacy": jg.Privacy(noise_multiplier=1.1, clip=1.0, delta=1e-5),
         "RoundRobin": jg.RoundRobin(),
         "Server": server,
         "Session": session,

@@ -94,6 +94,7 @@ class SyncRequest:
         to go on.
       halt_s: or until so long.
       cut: how batches are cut into pieces; None: a step of a replica is of one batch.
+      entropy: shape of the feed of random bits that each update gets; empty: none.
     """
 
     gate: str
@@ -106,6 +107,7 @@ class SyncRequest:
     halt_every: Sequence[int] = ()
     halt_s: float = 0.0
     cut: Cut | None = None
+    entropy: Sequence[int] = ()
 
 
 @final
@@ -374,6 +376,7 @@ def _sync_order(request: SyncRequest | None) -> pb.SyncOrder | None:
         halt_every=request.halt_every,
         halt_s=request.halt_s,
         cut=None if request.cut is None else _cut_order(request.cut),
+        entropy=request.entropy,
     )
 
 

@@ -11,7 +11,7 @@ from jgraph.errors import ConfigError
 from jgraph.train.model.adapters import Model
 from jgraph.train.model.losses import Loss, positional
 from jgraph.train.model.optimizer import check_optimizer
-from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.strategies.strategies import Strategy, privacy_of
 from jgraph.train.tables.row_step import SPARSE
 
 
@@ -81,6 +81,27 @@ def check_model(model: Model, loss: Loss) -> None:
         raise ConfigError(
             f"loss takes {len(names)} arguments; it is called as loss({first}, batch) "
             f"or loss({first}, batch, {rng})"
+        )
+
+
+def check_private(strategy: Strategy, *, check_finite: bool, is_detached: bool) -> None:
+    """Refuses to train privately where the account would be wrong.
+
+    Raises:
+      ConfigError: says why.
+    """
+    if privacy_of(strategy) is None:
+        return
+    if check_finite:
+        raise ConfigError(
+            "check_finite=True ends a run by what single examples do, and with "
+            "privacy= that would tell of them; leave it out: an example whose gradient "
+            "is not finite adds nothing to an update"
+        )
+    if is_detached:
+        raise ConfigError(
+            "with privacy= this process keeps the account of what was spent, and a "
+            "detached run goes on without it; leave out detached=True"
         )
 
 

@@ -17,7 +17,7 @@ from jgraph.errors import ConfigError
 from jgraph.plan.program.types import from_plain, plain_type
 from jgraph.runtime.files.manifest import is_ours
 from jgraph.runtime.files.step_files import our_steps, put_back
-from jgraph.train.arguments import check_detachable
+from jgraph.train.arguments import check_detachable, check_private
 from jgraph.train.checkpoint import checkpoint
 from jgraph.train.checkpoint.checkpoints import Checkpoints, is_checkpoint, newest_good
 from jgraph.train.checkpoint.flax_checkpoints import Imported, find, match, read
@@ -33,9 +33,15 @@ from jgraph.train.evaluation.evaluations import Evaluation, Evaluations
 from jgraph.train.evaluation.evaluator_task import as_evaluated, make_evaluations
 from jgraph.train.model.trees import Tree
 from jgraph.train.parts import Built, TrainerBuild, TrainerConfig
+from jgraph.train.privacy.accounting import Spending
 from jgraph.train.state.remote_arrays import RunSnapshot
-from jgraph.train.state.runner import Chunk, Order, Position, Runner
-from jgraph.train.strategies.strategies import batches_per_update, examples_of
+from jgraph.train.state.runner import Chunk, Order, Position, Runner, position_in
+from jgraph.train.strategies.strategies import (
+    batches_per_update,
+    dealt,
+    examples_of,
+    rate_of,
+)
 
 
 @final
@@ -98,6 +104,7 @@ class Attempt:
       evaluations: evaluate the model; None: never.
       restore: gives the state the values of the newest good checkpoint of a directory.
       saving: saves checkpoints; None: never.
+      spending: the account of what the data gives away; None: nobody keeps one.
     """
 
     runner: Runner
@@ -111,9 +118,11 @@ class Attempt:
     evaluations: Evaluations | None = None
     restore: Callable[[Path], object] | None = None
     saving: Saver | RemoteSaver | None = None
+    spending: Spending | None = None
 
 
 _LOG = logging.getLogger("jgraph.checkpoint")
+_PRIVACY_LOG = logging.getLogger("jgraph.privacy")
 _DATA_LOG = logging.getLogger("jgraph.data")
 _Datasets: TypeAlias = tuple[Dataset, Dataset | None]
 
@@ -140,6 +149,11 @@ class Attempts:
         self._request = request
         if request.lease_s is None:
             check_detachable(config.cluster, config.strategy)
+        check_private(
+            config.strategy,
+            check_finite=config.check_finite,
+            is_detached=request.lease_s is None,
+        )
         self._datasets = self._open()
         dataset = self._datasets[0]
         if request.lease_s is None and dataset.fed is not None:
@@ -168,7 +182,8 @@ class Attempts:
             batch_size=request.batch_size,
             known=self._parts.trained_on,
         )
-        return dataset, as_evaluated(request.eval_data, config.cluster, dataset)
+        evaluated = as_evaluated(request.eval_data, config.cluster, dataset)
+        return dealt(config.strategy, config.cluster, dataset), evaluated
 
     def make(self) -> Attempt:
         """Returns what does it.
@@ -186,6 +201,9 @@ class Attempts:
         if request.lease_s is None and request.checkpoint is not None:
             check_remote_saving(request.checkpoint, step)
         first = runner.state.global_step()
+        steps, spending = self._steps(dataset), self._parts.spending
+        if spending is not None:
+            steps = self._private_steps(spending, first, steps)
 
         def take(go_on: Callable[[], None] | None = None) -> Snapshot:
             # The position first: what is trained meanwhile comes again, none is left
@@ -194,6 +212,9 @@ class Attempts:
             snapshot = runner.state.keep(go_on)
             tree = step.unflatten(snapshot.values)
             step_now = int(tree["global_step"])
+            if spending is not None:
+                where = position or self._begun(step_now)
+                position = spending.noted(where, step_now)
             return Snapshot(
                 step_now, tree, position, snapshot.release, snapshot.is_live
             )
@@ -201,7 +222,7 @@ class Attempts:
         asks_client = self._config.cluster is not None and request.lease_s is not None
         order = Order(
             dataset,
-            self._steps(dataset),
+            steps,
             self._batch_size,
             self._config.seed,
             request.eval_every,
@@ -225,9 +246,30 @@ class Attempts:
                 *(request.eval_data, eval_dataset),
                 whole=request.whole,
             ),
-            restore=lambda path: fill_from(build, path, check_first=False),
+            restore=lambda path: fill_from(
+                build, path, check_first=False, spending=spending
+            ),
             saving=self._saving(take, first),
+            spending=spending,
         )
+
+    def _begun(self, updates: int) -> Position:
+        """Returns where in the data a run is after so many updates."""
+        plan = self._datasets[0].plan(self._batch_size, self._config.seed)
+        each = batches_per_update(self._config.cluster, self._config.strategy)
+        return position_in(plan, None, updates * each)
+
+    def _private_steps(self, spending: Spending, first: int, steps: int) -> int:
+        """Returns how many updates the target of privacy allows, of these."""
+        rate = rate_of(self._datasets[0], self._batch_size)
+        allowed = spending.begin(rate, first, steps)
+        if allowed < steps:
+            _PRIVACY_LOG.warning(
+                "the run ends after %d of %d updates: the next one would pass "
+                "target_epsilon",
+                *(allowed, steps),
+            )
+        return allowed
 
     def _saving(self, take: Take, first: int) -> Saver | RemoteSaver | None:
         """Returns what takes the checkpoints of the run; None: there are none."""
@@ -251,7 +293,13 @@ def _chunks(runner: Runner, order: Order) -> Generator[Chunk, None, None]:
         yield from runner.run(order)
 
 
-def fill_from(parts: Built, path: Path, *, check_first: bool = True) -> Imported | None:
+def fill_from(
+    parts: Built,
+    path: Path,
+    *,
+    check_first: bool = True,
+    spending: Spending | None = None,
+) -> Imported | None:
     """Gives variables and position the values of a checkpoint.
 
     Args:
@@ -259,6 +307,7 @@ def fill_from(parts: Built, path: Path, *, check_first: bool = True) -> Imported
       path: a checkpoint, or a directory of which the newest good step is taken: the
         newest of jgraph, if it has one, else the newest of another program.
       check_first: a checkpoint that turns out to be damaged changes nothing.
+      spending: takes the account of privacy over.
 
     Returns:
       What went where if another program saved it.
@@ -269,14 +318,19 @@ def fill_from(parts: Built, path: Path, *, check_first: bool = True) -> Imported
     """
     put_back(path)
     if not is_ours(path) and not our_steps(path) and (other := find(path)):
+        if spending is not None:
+            spending.restore(None, str(other))
         return _take_from(parts, other)
     step, runner, _ = parts
     like = step.unflatten(runner.state.places())
     growing = [name for table in step.tables for name in table.names]
 
     def read(path: Path) -> tuple[Tree, Position]:
+        where = checkpoint.restore_position(path)
+        if spending is not None:
+            spending.restore(where, str(path))
         tree = checkpoint.restore(path, like, growing, check_first=check_first)
-        return tree, checkpoint.restore_position(path)
+        return tree, where
 
     tree, where = read(path) if is_checkpoint(path) else newest_good(path, read)[1]
     runner.state.load(jax.tree.leaves(tree), where)
@@ -308,6 +362,7 @@ def save_to(
     position: Position,
     *,
     overwrite: bool,
+    spending: Spending | None = None,
 ) -> Path:
     """Writes a checkpoint of these values, or of those that the variables have now.
 
@@ -318,6 +373,8 @@ def save_to(
     snapshot = runner.state.keep() if values is None else RunSnapshot(values)
     try:
         tree = step.unflatten(snapshot.values)
+        if spending is not None:
+            position = spending.noted(position, int(tree["global_step"]))
         with show_wait(f"saving {path}"):
             return checkpoint.save(path, tree, position, overwrite=overwrite)
     finally:

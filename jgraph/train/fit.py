@@ -151,7 +151,13 @@ class Fit:
         """Reads what a run has come to."""
         # A large model is not moved unasked.
         values = runner.state.values() if runner.state.nbytes() <= KEPT_BYTES else None
-        self.history.ended(runner.state.global_step())
+        updates = runner.state.global_step()
+        self.history.ended(updates)
+        if (spending := self.attempt.spending) is not None:
+            spending.reached(updates)
+            report = self.run.last_report
+            seconds = 0.0 if report is None else report.seconds
+            self.history.add_epsilon(updates, seconds, spending.epsilon)
         self.history.staleness = runner.staleness()
         self.history.members = runner.members()
         self.history.events = runner.state.events()
@@ -192,6 +198,7 @@ class Fit:
             every=None if order is None or order.evaluates_halted else order.eval_every,
             events=attempt.runner.state.events,
             standings=Standings(self.workers, ask),
+            spending=attempt.spending,
             start_s=start_s,
         )
         is_finished = attempt.total > attempt.first and self._train(watch)
@@ -265,6 +272,11 @@ class Fit:
 
     def _recovered(self, recovery: Recovery, watch: Watch) -> None:
         """Takes note that the master of the run has taken it back."""
+        spending = self.attempt.spending
+        if spending is not None:
+            spending.went_back(recovery.step, recovery.back_to)
+            if not spending.may_do(self.attempt.total - recovery.back_to):
+                self.attempt.stop.set()  # before the updates to come pass the target
         self.history.go_back(recovery.back_to, watch.seconds)
         self.run.recovered(recovery)
 

@@ -23,6 +23,7 @@ from jgraph.train.model.losses import Loss
 from jgraph.train.model.optimizer import Optimizer
 from jgraph.train.model.stateful_metrics import StatefulMetrics
 from jgraph.train.model.trees import Tree
+from jgraph.train.privacy.accounting import Spending
 from jgraph.train.state.holdings import ClusterResources
 from jgraph.train.state.placement import new_container
 from jgraph.train.state.remote_state import RemoteState
@@ -37,6 +38,8 @@ from jgraph.train.strategies.strategies import (
     arrangement_on,
     gradient_dtype_of,
     make_runner,
+    privacy_of,
+    private_update_of,
 )
 from jgraph.train.strategies.sync_runner import SyncRunner
 from jgraph.train.tables.row_step import Sparse
@@ -77,6 +80,9 @@ class TrainerBuild:
 
     def __init__(self, config: TrainerConfig, is_busy: Callable[[], bool]) -> None:
         self._config = config
+        privacy = privacy_of(config.strategy)
+        self.spending = None if privacy is None else Spending(privacy)
+        """The account of what its data has given away; None: nobody keeps one."""
         self.holdings = ClusterResources(config.cluster, is_busy)
         """What is on the cluster, and goes with this."""
         weakref.finalize(self, self.holdings.drop_soon).atexit = False
@@ -276,8 +282,13 @@ class TrainerBuild:
     ) -> TrainStep:
         config = self._config
         tx, local, sparse = config.tx, None, config.sparse
+        if self.spending is not None:
+            why = "with privacy= each example's gradient is of all parameters"
+            check_whole(adapter.tables, why)
+            sparse = "off"
         if isinstance(config.strategy, LocalSGD):
-            check_whole(adapter.tables)
+            why = "LocalSGD reads all parameters at the begin of a round"
+            check_whole(adapter.tables, why)
             local, sparse = config.strategy.rule(config.tx), "off"
             tx = config.strategy.outer_optimizer
         tables = partial(tables_in, adapter, data, sparse)
@@ -293,4 +304,5 @@ class TrainerBuild:
             arrangement=arrangement_on(config.cluster, config.strategy, tables, known),
             container=container,
             local=local,
+            private=private_update_of(config.strategy, config.cluster),
         )

@@ -50,6 +50,7 @@ from jgraph.train.state.training_state import TrainingState
 from jgraph.train.strategies.strategies import (
     Strategy,
     choose_strategy,
+    dealt,
     examples_of,
     replica_names,
 )
@@ -315,6 +316,7 @@ class Trainer:
                     data, config.cluster, batch_size=batch_size, known=trained_on
                 )
                 examples = examples_of(config.strategy, dataset, batch_size)
+                dataset = dealt(config.strategy, config.cluster, dataset)
                 self._parts.prepare(dataset, examples)
         if not self._parts.are_made:
             raise ConfigError(
@@ -417,7 +419,10 @@ class Trainer:
         return self
 
     def _fill(self, build: Built, path: Path, *, check_first: bool = True) -> None:
-        self.imported = fill_from(build, path, check_first=check_first)
+        spending = self._parts.spending
+        self.imported = fill_from(
+            build, path, check_first=check_first, spending=spending
+        )
 
     @short_traceback
     def attach(self, name: str | None = None) -> Run:

@@ -23,7 +23,7 @@ class BatchBook:
     Args:
       plan: the slots.
       position: where the run begins. One of other data or another batch size tells only
-        the epoch: the next one is begun.
+        the epoch: the next one is begun. One without slots tells nothing.
       skip: batches to leave out at the beginning, where there is no position.
       budget: batches of this run.
       updates: applied to the model by then, one per batch.
@@ -56,7 +56,7 @@ class BatchBook:
         """Batches dealt again, over all runs; each may have been done twice."""
         self.deaths = Counter[int]()
         """How many who held it were lost, by the place of a batch that is not done."""
-        if position is not None:
+        if position is not None and "plan" in position:
             self.end, self.given_back = self.order.restored(position)
             self.done, self.again = int(position["done"]), int(position["again"])
             if plan.is_that_of(position):

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy as np
 
+from jgraph.coordination.data.poisson import capacity, sampling_rate
 from jgraph.errors import DataError, DataSlotError
 
 Shuffle: TypeAlias = Literal["examples", "slots", "none"]
@@ -113,6 +114,7 @@ class SlotPlan:
       shuffle: what is shuffled.
       slot_batches: batches per slot; the last slot has what is left.
       data: tells data of equal sizes apart; empty: nothing does.
+      workers: who draw each batch as a Poisson sample, so many; 0: batches are cut.
 
     Raises:
       DataError: there are not as many examples as a batch has.
@@ -133,6 +135,7 @@ class SlotPlan:
         shuffle: Shuffle = "examples",
         slot_batches: int = _SLOT_BATCHES,
         data: str = "",
+        workers: int = 0,
     ) -> None:
         self.parts = tuple(parts)
         self.batch_size = batch_size
@@ -140,10 +143,17 @@ class SlotPlan:
         self.shuffle = shuffle
         self.slot_batches = slot_batches
         self.data = data
+        self.workers = workers
         self._whole: tuple[int, Rows] = -1, np.empty(0, np.int64)
         # Number of the first example of each part, and of all.
         self._ends = np.cumsum([0, *(part.examples for part in self.parts)])
         self.examples = int(self._ends[-1])
+        if not 0 <= workers <= self.examples:
+            raise DataError(
+                f"{workers} workers cannot draw samples of {self.examples} examples, "
+                "each of its own; use fewer workers",
+                examples=self.examples,
+            )
         self.batches_per_epoch = self.examples // batch_size
         if not self.batches_per_epoch:
             raise DataError(
@@ -153,6 +163,16 @@ class SlotPlan:
                 batch_size=batch_size,
                 examples=self.examples,
             )
+
+    @property
+    def rate(self) -> float:
+        """Where batches are samples: the probability of an example to be in one."""
+        return sampling_rate(self.examples, self.batch_size, self.workers)
+
+    @property
+    def capacity(self) -> int:
+        """Where batches are samples: the most examples of one."""
+        return capacity(self.examples, self.batch_size, self.workers)
 
     def __len__(self) -> int:
         """Slots per epoch."""
@@ -176,7 +196,7 @@ class SlotPlan:
     def name(self, slot: int) -> str:
         """Returns what to call a slot in a message."""
         span = self.span(slot)
-        if self.shuffle == "examples":  # other examples in each epoch
+        if self.workers or self.shuffle == "examples":  # other examples in each epoch
             return f"data slot {slot} ({self.parts[0].name})"
         first = span.first * self.batch_size
         pieces = self.pieces(np.arange(first, first + span.batches * self.batch_size))
@@ -193,9 +213,12 @@ class SlotPlan:
           lease: the batch, alone.
           deaths: how many workers it ended.
         """
-        rows = self.rows(lease.epoch, lease.slot)[lease.first * self.batch_size :]
-        examples = rows[: self.batch_size].tolist()
+        examples: list[int] = []
+        if not self.workers:  # else nobody knows them
+            rows = self.rows(lease.epoch, lease.slot)[lease.first * self.batch_size :]
+            examples = rows[: self.batch_size].tolist()
         named = ", ".join(self._name_of(row) for row in examples[:_NAMED])
+        named = named or "they were drawn there"
         more = len(examples) - _NAMED
         return DataSlotError(
             f"batch {lease.first} of {self.name(lease.slot)} of epoch {lease.epoch} "
@@ -264,6 +287,7 @@ class SlotPlan:
             "shuffle": self.shuffle,
             "slot_batches": self.slot_batches,
             "data": self.data,
+            **({"workers": self.workers} if self.workers else {}),
         }
 
     def is_that_of(self, position: Mapping[str, Any]) -> bool:
@@ -284,4 +308,5 @@ class SlotPlan:
             shuffle=plain["shuffle"],
             slot_batches=int(plain["slot_batches"]),
             data=str(plain.get("data", "")),
+            workers=int(plain.get("workers", 0)),
         )

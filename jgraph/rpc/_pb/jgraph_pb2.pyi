@@ -2432,6 +2432,7 @@ class SyncOrder(_message.Message):
     HALT_EVERY_FIELD_NUMBER: _builtins.int
     HALT_S_FIELD_NUMBER: _builtins.int
     CUT_FIELD_NUMBER: _builtins.int
+    ENTROPY_FIELD_NUMBER: _builtins.int
     gate: _builtins.str
     version: _builtins.int
     """updates applied so far"""
@@ -2459,6 +2460,12 @@ class SyncOrder(_message.Message):
     def cut(self) -> Global___BatchCut:
         """unset: a step of a replica is of one batch"""
 
+    @_builtins.property
+    def entropy(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Shape of the uint32 feed "entropy" of the program that applies: random bits of the
+        operating system, new ones for each update. Empty: it has no such feed.
+        """
+
     def __init__(
         self,
         *,
@@ -2472,10 +2479,11 @@ class SyncOrder(_message.Message):
         halt_every: _abc.Iterable[_builtins.int] | None = ...,
         halt_s: _builtins.float = ...,
         cut: Global___BatchCut | None = ...,
+        entropy: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "data_position", b"data_position", "gate", b"gate", "halt_every", b"halt_every", "halt_s", b"halt_s", "handles", b"handles", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "data_position", b"data_position", "entropy", b"entropy", "gate", b"gate", "halt_every", b"halt_every", "halt_s", b"halt_s", "handles", b"handles", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,15 +1,20 @@
 """Batch readers: check data, and cut batches from the leases of a data set."""
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, Final, Protocol, TypeAlias, final
 
 import numpy as np
 
+from jgraph.coordination.data.poisson import population
 from jgraph.coordination.data.slots import Lease, Part, Piece, Rows, Shuffle, SlotPlan
 from jgraph.errors import DataError
 
 Array: TypeAlias = np.ndarray[Any, Any]
+
+SAMPLED: Final = "batch.sampled"
+"""Field of a batch that is a sample: bool[capacity], which of its rows are examples."""
 
 
 def check_lengths(lengths: Mapping[str, int]) -> int:
@@ -121,7 +126,16 @@ class ArrayReader:
 class LeasedBatches:
     """Reads the batches of leases.
 
-    What is shuffled by slots is read a lease at a time, else batch by batch.
+    What is shuffled by slots is read a lease at a time, else batch by batch. Where each
+    batch is a sample, it is drawn anew each time: by the operating system's generator,
+    of which no seed and no earlier sample tells anything. It is padded with zeros to
+    the capacity of the plan, and has the field ``SAMPLED``.
+
+    Args:
+      reader: the data.
+      plan: its slots.
+      replica: whose batches they are.
+      generator: draws samples, in tests.
 
     Example:
       >>> reader = ArrayReader({"x": np.arange(8)})
@@ -130,7 +144,18 @@ class LeasedBatches:
       [4, 5]
     """
 
-    def __init__(self, reader: Reader, plan: SlotPlan) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        plan: SlotPlan,
+        replica: int = 0,
+        generator: np.random.Generator | None = None,
+    ) -> None:
+        self._replica = replica
+        if plan.workers and generator is None:
+            key = secrets.randbits(128)
+            generator = np.random.Generator(np.random.Philox(key=key))
+        self._generator = generator if plan.workers else None
         self._reader = reader
         self._plan = plan
         self._lease: Lease | None = None
@@ -143,6 +168,8 @@ class LeasedBatches:
     def read(self, lease: Lease, index: int) -> dict[str, Array]:
         """Returns batch ``index`` of the lease's slot; the caller owns its arrays."""
         size = self._plan.batch_size
+        if self._generator is not None:
+            return self._sample(self._generator)
         if self._plan.shuffle != "slots":
             return self._joined(self._plan.where(lease, index))
         if lease != self._lease:
@@ -168,6 +195,21 @@ class LeasedBatches:
                     together[name][filled : filled + size] = batch
                 filled += size
         return together
+
+    def _sample(self, generator: np.random.Generator) -> dict[str, Array]:
+        plan, room = self._plan, self._plan.capacity
+        most = population(plan.examples, plan.workers, self._replica)
+        count = min(room, int(generator.binomial(most, plan.rate)))
+        chosen = generator.choice(most, count, replace=False, shuffle=False)
+        rows = self._replica + plan.workers * chosen.astype(np.int64)
+        read = self._joined(plan.pieces(rows)) if count else {}
+        sample: dict[str, Array] = {}
+        for name, field in self._reader.fields.items():
+            sample[name] = np.zeros((room, *field.shape), field.dtype)
+            if count:
+                sample[name][:count] = read[name]
+        sample[SAMPLED] = np.arange(room) < count
+        return sample
 
     def _joined(self, pieces: Sequence[Piece]) -> dict[str, Array]:
         read = [self._reader.read(piece.part, piece.rows) for piece in pieces]

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import math
+import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeAlias, final
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -236,7 +238,7 @@ class ArbiterLoop:
         try:
             self._driver.start(
                 self._order.handle,
-                {},
+                _entropy(self._order.sync.entropy),
                 computed,
                 over,
                 timeout_s=self._order.step_timeout_s,
@@ -264,3 +266,11 @@ class ArbiterLoop:
                 state=state, dropped=dropped, data_position=position, halted=halted
             )
         )
+
+
+def _entropy(shape: Sequence[int]) -> dict[str, np.ndarray[Any, Any]]:
+    """Returns the feed of an update that draws noise: nobody knows it before."""
+    if not shape:
+        return {}
+    words = np.frombuffer(secrets.token_bytes(4 * math.prod(shape)), np.uint32)
+    return {"entropy": words.reshape(shape)}

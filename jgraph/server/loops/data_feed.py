@@ -64,6 +64,7 @@ class BatchReader:
         done, when the client says that there are no more.
       shell: threads for reading.
       feeds: by name of a field, the feed that it is for; else that of the same name.
+      replica: whose batches they are.
     """
 
     def __init__(
@@ -72,10 +73,13 @@ class BatchReader:
         reader: Reader | FedReader,
         shell: TaskHost,
         feeds: Mapping[str, str] | None = None,
+        replica: int = 0,
     ) -> None:
         self._plan = plan
         self._source = (
-            reader if isinstance(reader, FedReader) else LeasedBatches(reader, plan)
+            reader
+            if isinstance(reader, FedReader)
+            else LeasedBatches(reader, plan, replica)
         )
         self._shell = shell
         self._feeds = feeds or {}

@@ -228,7 +228,7 @@ class TaskLoops:
         feeds = dict(zip(sorted(reader.fields), order.data_feeds, strict=False))
         # A dealer of synchronous training tells no answers that were lost apart.
         supervised = bool(order.data_run) and not order.batch_feed
-        batches = BatchReader(plan, reader, self._shell, feeds)
+        batches = BatchReader(plan, reader, self._shell, feeds, order.replica)
         if order.pieces and isinstance(reader, FedReader):
             raise DataError(
                 f"loop '{order.loop}' takes several batches at a time, and its client "

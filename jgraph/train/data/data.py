@@ -34,6 +34,7 @@ from jgraph.train.data.forms import (
     may_be_batches,
     whole_batches,
 )
+from jgraph.train.privacy.private_update import SampledBatch
 
 
 class Elements(Protocol):
@@ -89,6 +90,8 @@ class Dataset:
     """What only this process can read, and workers get from it."""
     written_first: str = ""
     """Of a dict of arrays the field that the user wrote first; others are sorted."""
+    samplers: int = 0
+    """Who draw each batch as a Poisson sample, so many workers; 0: batches are cut."""
 
     def __len__(self) -> int:
         return len(next(iter(self.fields.values())))
@@ -105,6 +108,14 @@ class Dataset:
                 for a in self.fields.values()
             ]
         )
+
+    def step_avals(self, batch_size: int) -> Batch:
+        """Returns shapes and dtypes of what a step is fed."""
+        if not self.samplers:
+            return self.avals(batch_size)
+        room = self.plan(batch_size, 0).capacity
+        sampled = jax.ShapeDtypeStruct((room,), np.bool_)
+        return SampledBatch(self.avals(room), sampled, batch_size * self.samplers)
 
     @property
     def first(self) -> str:
@@ -124,9 +135,25 @@ class Dataset:
         if self._whole_batches:
             return SlotPlan(self.parts, 1, seed, shuffle=self.reader().shuffle)
         check_batch_size(batch_size, len(self), self._other_reading(batch_size))
+        if self.samplers:
+            self._check_samples(batch_size)
+            data = self._sample_digest() if self.facts is None else ""
+            workers = self.samplers
+            return SlotPlan(self.parts, batch_size, seed, data=data, workers=workers)
         if self.facts is None:
             return SlotPlan(self.parts, batch_size, seed, data=self._sample_digest())
         return SlotPlan(self.parts, batch_size, seed, shuffle=self.facts.shuffle)
+
+    def _check_samples(self, batch_size: int) -> None:
+        most = len(self) // self.samplers
+        if batch_size > most:
+            raise DataError(
+                f"batch_size is {batch_size}, and {self.samplers} workers that draw so "
+                f"many of {len(self)} examples, each of its own, need more examples; "
+                f"choose batch_size={max(most, 1)} or less",
+                batch_size=batch_size,
+                examples=len(self),
+            )
 
     @property
     def _whole_batches(self) -> bool:

@@ -159,17 +159,20 @@ def needs_ps(tables: Sequence[ModelTable]) -> None:
         )
 
 
-def check_whole(tables: Sequence[ModelTable]) -> None:
-    """Refuses hash tables where parameters are read once for many steps.
+def check_whole(tables: Sequence[ModelTable], why: str) -> None:
+    """Refuses hash tables where parameters travel whole.
+
+    Args:
+      tables: of the model.
+      why: they do, as a sentence.
 
     Raises:
       ConfigError: there are some; names the first.
     """
     if tables:
         raise ConfigError(
-            f"{tables[0].rows} is a hash table, of which only rows travel, and "
-            "LocalSGD reads all parameters at the begin of a round; use "
-            "strategy=jg.SyncPS() or jg.AsyncPS()"
+            f"{tables[0].rows} is a hash table, of which only rows travel, and {why}; "
+            "use strategy=jg.SyncPS() or jg.AsyncPS()"
         )
 
 

@@ -125,6 +125,11 @@ class History:
         with self._lock:
             self._readings.append((step, seconds, row))
 
+    def add_epsilon(self, step: int, seconds: float, epsilon: float) -> None:
+        """Appends what privacy was spent after so many updates."""
+        with self._lock:
+            self._readings.append((step, seconds, {"epsilon": epsilon}))
+
     def add_events(self, seconds: float, events: Events) -> None:
         """Appends how hash tables stand now; names get the prefix ``table_``."""
         if events:

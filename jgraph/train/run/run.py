@@ -136,6 +136,19 @@ class Run:
         return self._history.steps
 
     @property
+    def epsilon(self) -> float | None:
+        """What all training of the data has spent, for the ``delta`` of ``Privacy``.
+
+        That is of all updates, those of earlier runs and of the checkpoint that was
+        restored too. It is as of the newest report that has one: computing it takes
+        longer than an update. ``metrics("epsilon")`` has how it grew. None: the
+        strategy has no ``privacy=``, or nothing was reported yet.
+        """
+        if "epsilon" not in self._history.names:
+            return None
+        return self._history.last("epsilon")
+
+    @property
     def metric_names(self) -> list[str]:
         """What ``metrics`` can be asked for."""
         return self._history.names
@@ -192,7 +205,7 @@ class Run:
         position = (
             self._outcome.position if has_ended else self._result.current_position()
         )
-        return 0 if position is None else int(position["again"])
+        return 0 if position is None else int(position.get("again", 0))
 
     def recoveries(self) -> list[Recovery]:
         """Returns each time that the run lost a ps, or one was told to end.
@@ -430,6 +443,8 @@ class Run:
         for name in self._history.names:
             if name.startswith("eval_"):
                 facts[name] = f"{self._history.last(name):.4f}"
+            elif name == "epsilon":
+                facts[name] = f"{self._history.last(name):.3f}"
             elif name in {"table_rows", "table_evicted"}:
                 facts[name] = f"{self._history.last(name):,.0f}"
         return facts

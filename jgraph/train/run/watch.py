@@ -8,12 +8,14 @@ from jgraph.clock import Clock
 from jgraph.runtime.data.batches import Array
 from jgraph.train.evaluation.evaluations import Evaluation, Evaluations
 from jgraph.train.model.metrics import as_float64, is_complex
+from jgraph.train.privacy.accounting import Spending
 from jgraph.train.run.history import History
 from jgraph.train.run.report import Report
 from jgraph.train.run.standings import Rates, Standings
 from jgraph.train.state.runner import Chunk, Events
 
 _EVENTS_EVERY_S = 1.0
+_EPSILON_SHARE = 0.05  # of the time, for computing what privacy was spent
 
 
 @final
@@ -29,6 +31,7 @@ class Watch:
       every: steps between evaluations; None: only at the end.
       events: says how hash tables stand; asked once a second, and at the end.
       standings: sums up how workers stand.
+      spending: the account of privacy; None: nobody keeps one.
       start_s: when the run began, by the clock; now if unset.
     """
 
@@ -43,6 +46,7 @@ class Watch:
         every: int | None = None,
         events: Callable[[], Events] = tuple,
         standings: Standings | None = None,
+        spending: Spending | None = None,
         start_s: float | None = None,
     ) -> None:
         self._history = history
@@ -57,6 +61,9 @@ class Watch:
         self._events_time = clock.now()
         self._start_s = self._events_time if start_s is None else start_s
         self._rates = Rates()
+        self._spending = spending
+        self._epsilon: dict[str, float] = {}
+        self._epsilon_due_s = 0.0
         self._untold: list[Evaluation] = []
 
     @property
@@ -78,7 +85,7 @@ class Watch:
             seconds=self.seconds,
             steps_per_s=rate,
             examples_per_s=rate * chunk.batches_per_step * self._batch_size,
-            metrics=_means(chunk.metrics),
+            metrics={**_means(chunk.metrics), **self._spent(steps)},
             dropped=self._history.dropped(),
             curve=self._standings.curve,
             workers=self._standings.workers(),
@@ -96,6 +103,20 @@ class Watch:
         return (
             self._evaluated(self._last, evaluations[0]) if evaluations else self._last
         )
+
+    def _spent(self, steps: int) -> dict[str, float]:
+        """Returns what of privacy was spent, as a metric that is now and then new."""
+        if self._spending is None:
+            return {}
+        self._spending.reached(steps)
+        begin_s = self._clock.now()
+        if begin_s >= self._epsilon_due_s:
+            self._epsilon = {"epsilon": self._spending.epsilon}
+            now_s = self._clock.now()
+            self._epsilon_due_s = now_s + (now_s - begin_s) / _EPSILON_SHARE
+            seconds = now_s - self._start_s
+            self._history.add_epsilon(steps, seconds, self._epsilon["epsilon"])
+        return self._epsilon
 
     def finish(self, applied: Callable[[], int]) -> list[Report]:
         """Evaluates what came out; returns a report for each evaluation.

@@ -83,7 +83,10 @@ class TrainingState:
     ) -> Path:
         """See ``Result.save_values``."""
         parts = self._parts.build()
-        return save_to(parts, path, values, position, overwrite=overwrite)
+        spending = self._parts.spending
+        return save_to(
+            *(parts, path, values, position), overwrite=overwrite, spending=spending
+        )
 
     def evaluate_values(
         self,
@@ -132,6 +135,9 @@ class TrainingState:
                 raise DeadlineError("the run went on while it was to be copied")
             tree = step.unflatten(values)
             metrics = evaluator.evaluate(tree, dataset, batch_size)
+            if whole and self._parts.spending is not None:
+                step_now = int(tree["global_step"])
+                position = self._parts.spending.noted(position, step_now)
             copy = Copy(values, tree, position) if whole else None
             return Evaluation(int(tree["global_step"]), metrics, copy)
 

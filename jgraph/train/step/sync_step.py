@@ -29,6 +29,7 @@ from jgraph.train.tables.row_step import Computed, Rows
 from jgraph.train.tables.row_tables import RowTable
 
 LOSS = f"{MEAN}loss"
+_TAKE_PART = f"{MEAN}take part"
 _METRIC = f"{MEAN}metric/"
 
 
@@ -92,16 +93,27 @@ class SyncStep:
         self._counter: Counted | None = None
         if step.compression is not None:
             self._counter = Counted(replicas or contributions, home, step.container)
+        self._take_part: Variable | None = None
+        if step.private is not None:
+            shape = (replicas or contributions,)
+            self._take_part = self._mean(_TAKE_PART, shape, jnp.float32, home)
+
+    @property
+    def entropy(self) -> jax.ShapeDtypeStruct | None:
+        """The type of what an update draws noise from; None: it draws none."""
+        private = self._step.private
+        return None if private is None else private.entropy(self._step.adapter.params)
 
     def apply_graph(self) -> Graph:
         """Returns the graph of an update from what is averaged.
 
         Fetches are ``['loss']`` and the metrics, averaged as well; those of whole
-        numbers in pieces, see ``jgraph.train.model.metrics``.
+        numbers in pieces, see ``jgraph.train.model.metrics``. Of private training
+        ``entropy`` is a feed.
         """
         constants = self._step.constants(self._batch)
 
-        def apply_mean() -> dict[str, Any]:
+        def apply_mean(entropy: Any = None) -> dict[str, Any]:
             rows: dict[str, JoinedRows] = {}
 
             def read(variable: Variable | RowMean) -> Any:
@@ -123,6 +135,8 @@ class SyncStep:
             )
             if self._counter is not None:
                 self._counter.count()
+            if self._take_part is not None:
+                grads = self._noised(grads, self._take_part[...], entropy)
             checks = self._step.check(loss, grads)
             self._step.update(
                 *(loss, grads, state, checks, constants, self._by_rows, rows),
@@ -133,7 +147,22 @@ class SyncStep:
 
         means = [v for mean in self._means() for v in _averaged(mean)]
         variables = [*self._step.variables, *means, *self._times]
-        return trace(apply_mean, variables=variables)[0]
+        feeds = [] if self.entropy is None else [self.entropy]
+        return trace(apply_mean, *feeds, variables=variables)[0]
+
+    def _noised(self, means: Any, take_part: Any, entropy: Any) -> Any:
+        """Returns private gradients, given their means without noise.
+
+        Args:
+          means: of as many contributions as came, each a sum.
+          take_part: float32[replicas]: a share for each of those.
+          entropy: makes noise.
+        """
+        private = self._step.private
+        assert private is not None  # so there is take_part
+        count = jnp.round(1 / jnp.max(take_part))
+        total = jax.tree.map(lambda mean: mean * count.astype(mean.dtype), means)
+        return private.mean(total, entropy, private.expected(self._batch))
 
     def gradient_graph(self, reads: Collection[str]) -> Graph:
         """Returns the graph of one worker's contribution.
@@ -170,7 +199,7 @@ class SyncStep:
                 computed = self._step.computed_in(
                     self._cut, batch, pieces, step, replica
                 )
-            result, who = self._weighed(computed), {}
+            result, who = self._weighed(computed), dict[str, Any]()
             grads = result.grads
             if compression is not None and self._counter is not None:
                 last = compression.last_counted(self._counter.of(replica))
@@ -179,6 +208,9 @@ class SyncStep:
                     who = {self._counter.who.name: self._counter.named(replica)}
             if self._weight is not None:
                 who[self._weight.variable.name] = result.weight
+            if (part := self._take_part) is not None:
+                with device("/job:worker"):
+                    who[part.name] = jax.nn.one_hot(replica, *part.shape)
             with device("/job:worker"):
                 metrics = {
                     name: in_pieces(value) if name in self._whole else value
@@ -211,7 +243,8 @@ class SyncStep:
         graph, _ = trace(contribute, *feeds, variables=variables)
         warn_of_same_draws(graph)
         notes = [*(self._by_rows.notes if self._by_rows else ())]
-        notes += [each.note for each in (compression, local, self._cut) if each]
+        beside = (compression, local, self._cut, self._step.private)
+        notes += [each.note for each in beside if each]
         return replace(graph, notes=tuple(notes))
 
     def _weighed(self, result: Computed) -> Computed:
@@ -247,7 +280,8 @@ class SyncStep:
         trees = (self._grads, self._state, self._inner, self._metrics, self._loss)
         counters = [] if self._counter is None else [self._counter.who]
         weights = [] if self._weight is None else [self._weight.variable]
-        return [*jax.tree.leaves(trees), *counters, *weights]
+        parts = [] if self._take_part is None else [self._take_part]
+        return [*jax.tree.leaves(trees), *counters, *weights, *parts]
 
     @property
     def _times(self) -> list[Variable]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jgraph.coordination.step.finite import FiniteCheck
+from jgraph.errors import ConfigError
 from jgraph.graph.device import device, is_worker
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
@@ -29,6 +30,7 @@ from jgraph.train.model.checks import (
 )
 from jgraph.train.model.optimizer import CalledOptimizer, LossOf, Optimizer
 from jgraph.train.model.trees import Tree, group_with_parameters, path_of
+from jgraph.train.privacy.private_update import PrivateUpdate, SampledBatch
 from jgraph.train.step.arrange import Arrangement
 from jgraph.train.step.batch_pieces import BatchPieces
 from jgraph.train.step.compress import Compression, GradientDtype
@@ -62,6 +64,8 @@ class TrainStep:
       gradient_dtype: of gradients that travel; see ``Compression``.
       local: how a worker trains alone between two updates, which ``tx`` makes of how
         far it came; see ``LocalSteps``.
+      private: what is done to gradients; see ``PrivateUpdate``. An optimizer is told
+        nothing of the loss then, which has no noise.
     """
 
     def __init__(
@@ -76,11 +80,14 @@ class TrainStep:
         alone: bool = False,
         gradient_dtype: GradientDtype | None = None,
         local: LocalRule | None = None,
+        private: PrivateUpdate | None = None,
     ) -> None:
         self.adapter = adapter
         self.container = container
         self._sparse: Sparse = sparse
         self._alone = alone
+        self.private = private
+        """What is done to gradients before an update; None: nothing."""
         self._row_steps: dict[str, RowStep | None] = {}
         self._constants: dict[str, frozenset[str]] = {}
         self._tx = CalledOptimizer(tx)
@@ -179,15 +186,21 @@ class TrainStep:
         """
         by_rows, constants = self.row_step(batch), self.constants(batch)
 
-        def train_step(batch: Any, step: Any, replica: Any) -> dict[str, Any]:
-            return self._step(by_rows, constants, batch, step, replica)
+        def train_step(
+            batch: Any, step: Any, replica: Any, entropy: Any = None
+        ) -> dict[str, Any]:
+            return self._step(by_rows, constants, batch, step, replica, entropy)
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
+        feeds = [batch, number, number]
         variables, notes = [*self.variables], [*(by_rows.notes if by_rows else ())]
+        if self.private is not None:
+            feeds.append(self.private.entropy(self.adapter.params))
+            notes.append(self.private.note)
         if self.compression is not None:
             variables += self.compression.residuals
             notes.append(self.compression.note)
-        graph, _ = trace(train_step, batch, number, number, variables=variables)
+        graph, _ = trace(train_step, *feeds, variables=variables)
         warn_of_same_draws(graph)
         return replace(graph, notes=tuple(notes))
 
@@ -206,7 +219,7 @@ class TrainStep:
         key = str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
         if key not in self._row_steps:
             off = self._sparse == "off" and not self.adapter.tables
-            off |= self.local is not None
+            off |= self.local is not None or self.private is not None
             self._row_steps[key] = None if off else self._decide(batch)
         return self._row_steps[key]
 
@@ -215,9 +228,16 @@ class TrainStep:
         key = str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
         if key not in self._constants:
             now = self.unflatten([v.spec.aval for v in self.variables])
-            same = unchanged_state(self.adapter, now["params"], now["state"], batch)
+            seen = batch.examples if isinstance(batch, SampledBatch) else batch
+            same = unchanged_state(self.adapter, now["params"], now["state"], seen)
             names = [name for name in self.names if name.startswith("state/")]
             self._constants[key] = frozenset(compress(names, same))
+            if self.private is not None and not all(same):
+                raise ConfigError(
+                    f"the loss changes {names[same.index(False)]}, as BatchNorm does: "
+                    "that is made of the data of all, and gets no noise; with privacy= "
+                    "use a model without, for example with LayerNorm or GroupNorm"
+                )
         return self._constants[key]
 
     def _decide(self, batch: Any) -> RowStep | None:
@@ -299,6 +319,7 @@ class TrainStep:
         batch: Any,
         step: Any,
         replica: Any,
+        entropy: Any = None,
     ) -> dict[str, Any]:
         result = self.computed(by_rows, batch, step, replica)
         with device("/job:worker"):
@@ -310,6 +331,8 @@ class TrainStep:
         grads = result.grads
         if self.compression is not None:
             grads = self.compression.sent(grads, set(rows))
+        if self.private is not None:
+            grads = self.private.mean(grads, entropy, self.private.expected(batch))
         self.update(
             *(loss, grads, state, checks, constants, by_rows, rows),
             loss_of=result.loss_of,
@@ -336,7 +359,13 @@ class TrainStep:
         """
         if self.local is not None:
             now, loss_fn = self._read({}), self.adapter.loss
-            return self.local.computed(loss_fn, now, batch, step, replica, steps)
+            way = self.local.computed(loss_fn, now, batch, step, replica, steps)
+            if self.private is None:
+                return way
+            return replace(way, grads=self.private.clipped(way.grads))
+        if self.private is not None:
+            now, loss_fn = self._read({}), self.adapter.loss
+            return self.private.computed(loss_fn, now, batch, step, replica)
         seeds = (replica, step)
         tables = by_rows.tables.tables if by_rows else ()
         loss_fn = self.adapter.loss
@@ -380,6 +409,8 @@ class TrainStep:
         """Returns shape and dtype of the loss, and of each metric, on such batches."""
         if self.local is not None:
             batch = self.local.batch(batch)
+        if isinstance(batch, SampledBatch):
+            batch = batch.examples
         number = jax.ShapeDtypeStruct((), jnp.int32)
         now = self.unflatten([variable.spec.aval for variable in self.variables])
         loss, (metrics, _) = jax.eval_shape(
@@ -427,6 +458,8 @@ class TrainStep:
         if by_rows is not None and by_rows.update.reads_padding:
             old = self._padded_with_zeros(rows, old)
         extra_args = {"value": loss, "value_fn": None if rows else loss_of}
+        if self.private is not None:
+            extra_args = {"value": jnp.zeros_like(loss), "value_fn": None}
         ok = None
         if checks:
             ok = all_well(checks)

@@ -1,7 +1,9 @@
 """Training in this process: the whole step is one XLA program, state stays in place."""
 
+import math
+import secrets
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,8 +13,9 @@ import numpy as np
 from jgraph.clock import Clock, SystemClock
 from jgraph.coordination.data.dispatch import Asked, Deal, Dispatch, Progressed
 from jgraph.graph.graph import Graph, eval_graph
-from jgraph.runtime.data.batches import LeasedBatches
-from jgraph.train.data.data import Batch, Dataset
+from jgraph.runtime.data.batches import Array, LeasedBatches
+from jgraph.train.data.data import Dataset
+from jgraph.train.privacy.options import Privacy, check_privacy
 from jgraph.train.run.members import RunMembers
 from jgraph.train.state.local_state import LocalState
 from jgraph.train.state.runner import (
@@ -38,10 +41,21 @@ _ASK_FOR = 64
 class Local:
     """Train in this process, without a cluster.
 
+    Args:
+      privacy: hides what each example adds, see ``Privacy``.
+
+    Raises:
+      ConfigError: a privacy of another unit.
+
     Example:
       >>> Local()
-      Local()
+      Local(privacy=None)
     """
+
+    privacy: Privacy | None = None
+
+    def __post_init__(self) -> None:
+        check_privacy(self.privacy, "Local", "example")
 
     def _repr_html_(self) -> str:
         return markup.data(self)
@@ -71,7 +85,7 @@ class LocalRunner:
 
     def prepare(self, dataset: Dataset, batch_size: int) -> None:
         """See ``Runner.prepare``."""
-        batch = dataset.avals(batch_size)
+        batch = dataset.step_avals(batch_size)
         key = f"{batch} {dataset.note}"
         if key not in self._compiled:
             graph = dataset.noted(self._step.graph(batch))
@@ -168,7 +182,7 @@ class LocalRunner:
         )
         return self._dispatch
 
-    def _batches(self, order: Order, dispatch: Dispatch) -> Iterator[Batch]:
+    def _batches(self, order: Order, dispatch: Dispatch) -> Iterator[Iterable[Array]]:
         reader = LeasedBatches(order.dataset.reader(), dispatch.plan)
         count = 0
         while count < order.steps:
@@ -181,15 +195,19 @@ class LocalRunner:
                         fields = reader.read(lease, index)
                     except EOFError:
                         return
-                    yield order.dataset.batch(list(fields.values()))
+                    yield fields.values()
                     count += 1
 
-    def _one(self, compiled: _Compiled, batch: Batch, number: int) -> list[Any]:
-        feeds = jax.tree.leaves(batch)
+    def _one(
+        self, compiled: _Compiled, batch: Iterable[Array], number: int
+    ) -> list[Any]:
+        feeds = [*batch, np.int32(number), np.int32(0)]
+        if self._step.private is not None:
+            shape = compiled.graph.feeds[-1].aval.shape
+            bits = secrets.token_bytes(4 * math.prod(shape))
+            feeds.append(np.frombuffer(bits, np.uint32).reshape(shape))
         with self.state.lock:
-            out, self.state.arrays = compiled.step(
-                self.state.arrays, *feeds, np.int32(number), np.int32(0)
-            )
+            out, self.state.arrays = compiled.step(self.state.arrays, *feeds)
         return out
 
     def position(self) -> Position:

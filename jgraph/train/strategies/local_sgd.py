@@ -11,10 +11,11 @@ from jgraph.graph.sharding import Partitioner
 from jgraph.plan.placement.spread import PlacementFunction
 from jgraph.train.counts import as_ints, is_count, is_duration
 from jgraph.train.model.optimizer import Optimizer
+from jgraph.train.privacy.options import Privacy, check_privacy
 from jgraph.train.state.durability import Durability
 from jgraph.train.step.compress import GradientDtype
 from jgraph.train.step.local_steps import INNER_STATES, InnerState, LocalRule
-from jgraph.train.strategies.options import Dense, SyncPS
+from jgraph.train.strategies.options import Dense, SyncPS, check_private
 from jgraph.view import markup
 
 StepWeight: TypeAlias = Literal["steps", "equal"]
@@ -61,6 +62,7 @@ class LocalSGD:
       gradient_dtype: as what contributions travel, as for ``SyncPS``.
       durability: what a run still has when a ps is lost, as for ``SyncPS``.
       dense: who holds the parameters and the state of ``outer``, as for ``SyncPS``.
+      privacy: ``Privacy(unit="client", …)`` hides what each worker contributes.
 
     Raises:
       ConfigError: an option outside what is possible.
@@ -83,6 +85,7 @@ class LocalSGD:
     gradient_dtype: GradientDtype | None = None
     durability: Durability = "checkpoint"
     dense: Dense = "ps"
+    privacy: Privacy | None = None
 
     def __post_init__(self) -> None:
         if not is_count(self.sync_every, 1):
@@ -99,6 +102,23 @@ class LocalSGD:
         ]:
             check_one_of(name, value, known)
         _ = self.rounds  # refuses what a SyncPS does
+        self._check_privacy()
+
+    def _check_privacy(self) -> None:
+        check_privacy(self.privacy, "LocalSGD", "client")
+        if self.privacy is None:
+            return
+        check_private(self.rounds, "LocalSGD")
+        if self.inner_state == "average":
+            raise ConfigError(
+                "LocalSGD(privacy=…) with inner_state='average': the state of the "
+                "workers' optimizers would travel without noise; leave out inner_state="
+            )
+        if self.sync_every_s is not None and self.weight != "equal":
+            raise ConfigError(
+                "LocalSGD(privacy=…) with sync_every_s= and weight='steps': how much a "
+                "worker counts would tell of it, without noise; write weight='equal'"
+            )
 
     def _check_pace(self) -> None:
         seconds = self.sync_every_s

@@ -8,6 +8,7 @@ from jgraph.graph.sharding import Partitioner
 from jgraph.plan.auto.cost_model import CostModel
 from jgraph.plan.placement.spread import PlacementFunction
 from jgraph.train.counts import as_ints, is_count
+from jgraph.train.privacy.options import Privacy, check_privacy
 from jgraph.train.state.durability import Durability, check_durability
 from jgraph.train.step.compress import GradientDtype, check_gradient_dtype
 from jgraph.train.strategies.batch_share import BatchShare, check_share
@@ -161,6 +162,8 @@ class SyncPS:
         speed; an update is of the same examples. A worker's model state, and what it
         draws at random, are those of pieces. Needs a ``batch_size`` that can be cut,
         data that workers read, and tables that travel whole.
+      privacy: hides what each example adds to the model, see ``Privacy``. The noise is
+        drawn on the ps that counts the updates, once for each.
 
     Raises:
       ConfigError: a number outside what is possible.
@@ -182,6 +185,7 @@ class SyncPS:
     cost_model: CostModel | None = None
     elastic: Elastic | None = None
     batch_share: BatchShare = "even"
+    privacy: Privacy | None = None
 
     def __post_init__(self) -> None:
         _check_shared(self)
@@ -209,6 +213,9 @@ class SyncPS:
                 f"{self.elastic.workers}): of the least workers none would be left to "
                 f"wait for; write workers=({backups + 1}, …), or fewer backup workers"
             )
+        check_privacy(self.privacy, "SyncPS", "example")
+        if self.privacy is not None:
+            check_private(self, "SyncPS")
 
     def _check_dense(self) -> None:
         if self.dense not in DENSE:
@@ -268,3 +275,53 @@ def _check_shared(strategy: ParameterServers) -> None:
         raise ConfigError(
             f"step_timeout_s is {strategy.step_timeout_s}; it must be over 0 seconds"
         )
+
+
+def check_private(strategy: SyncPS, name: str) -> None:
+    """Refuses options with which nobody knows what an update tells of one unit.
+
+    Args:
+      strategy: how contributions are averaged.
+      name: of the strategy that the user wrote.
+
+    Raises:
+      ConfigError: names the option, and why.
+    """
+    replicas = strategy.replicas_to_aggregate
+    reasons = {
+        "backup_workers": (
+            strategy.backup_workers != 0,
+            "who is late hangs on what it has drawn, and its part would be left out",
+        ),
+        "replicas_to_aggregate": (
+            replicas is not None,
+            "who is late hangs on what it has drawn, and its part would be left out",
+        ),
+        "batch_share": (
+            strategy.batch_share != "even",
+            "each worker draws as many examples as the others, and not what it can do",
+        ),
+        "elastic": (
+            strategy.elastic is not None,
+            "each worker draws from examples of its own, as many as it begins with",
+        ),
+        "gradient_dtype": (
+            strategy.gradient_dtype is not None,
+            "what rounding takes away would be in the next update, and counted nowhere",
+        ),
+        "dense": (
+            strategy.dense != "ps",
+            "the noise would be known to a worker",
+        ),
+        "durability": (
+            strategy.durability != "checkpoint",
+            "what the noise is made of would be kept beside gradients without noise",
+        ),
+    }
+    for option, (is_set, why) in reasons.items():
+        if is_set:
+            value = getattr(strategy, option)
+            raise ConfigError(
+                f"{name}(privacy=…) with {option}={value!r:.40}: {why}; leave out "
+                f"{option}="
+            )

@@ -26,6 +26,7 @@ class Prepared:
       on_ps: the program that averages and updates in synchronous training, if any.
       of_workers: the program of each worker, where they hold variables; else all have
         that of the plan.
+      entropy: shape of the random bits that an update is fed; empty: none.
       handles: of the registered programs: one per replica, then that of ``on_ps``.
       workers: by handle, also of programs of workers that were lost.
     """
@@ -37,6 +38,7 @@ class Prepared:
     finite: FiniteCheck | None
     on_ps: Sequence[Program] = ()
     of_workers: Mapping[TaskName, Program] = field(default_factory=dict)
+    entropy: Sequence[int] = ()
     handles: list[str] = field(default_factory=list)
     workers: dict[str, TaskName] = field(default_factory=dict)
 

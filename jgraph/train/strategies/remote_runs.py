@@ -63,7 +63,7 @@ class RemoteRuns:
 
     def prepare(self, dataset: Dataset, batch_size: int) -> Prepared:
         """Returns the step for such batches, made once per shape."""
-        batch = dataset.avals(batch_size)
+        batch = dataset.step_avals(batch_size)
         key = f"{batch} {dataset.note} {self.variant}"
         if key not in self._prepared:
             step = self._make(batch)

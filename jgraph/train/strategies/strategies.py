@@ -1,6 +1,7 @@
 """Choice of a training strategy, and the runner made for it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -9,6 +10,8 @@ from jgraph.clock import Clock
 from jgraph.errors import ConfigError
 from jgraph.plan.placement.spread import spread
 from jgraph.train.data.data import Dataset
+from jgraph.train.privacy.options import Privacy
+from jgraph.train.privacy.private_update import PrivateUpdate
 from jgraph.train.state.runner import Runner
 from jgraph.train.step.arrange import Arrangement
 from jgraph.train.step.compress import GradientDtype
@@ -34,7 +37,7 @@ def choose_strategy(strategy: Strategy | None, cluster: Cluster | None) -> Strat
 
     Example:
       >>> choose_strategy(None, None)
-      Local()
+      Local(privacy=None)
     """
     if strategy is None:
         return Local() if cluster is None else AsyncPS()
@@ -134,6 +137,43 @@ def examples_of(strategy: Strategy, dataset: Dataset, request: int | None) -> in
 def gradient_dtype_of(strategy: Strategy) -> GradientDtype | None:
     """Returns in what dtype gradients travel; None: in their own."""
     return None if isinstance(strategy, Local) else strategy.gradient_dtype
+
+
+def privacy_of(strategy: Strategy) -> Privacy | None:
+    """Returns how a strategy trains privately; None: it does not."""
+    return None if isinstance(strategy, AsyncPS) else strategy.privacy
+
+
+def private_update_of(
+    strategy: Strategy, cluster: Cluster | None
+) -> PrivateUpdate | None:
+    """Returns what a strategy does to gradients before an update; None: nothing."""
+    if (privacy := privacy_of(strategy)) is None:
+        return None
+    is_client = privacy.unit == "client"
+    return PrivateUpdate(privacy, batches_per_update(cluster, strategy) * is_client)
+
+
+def dealt(strategy: Strategy, cluster: Cluster | None, dataset: Dataset) -> Dataset:
+    """Returns data as a strategy deals it out: cut into batches, or drawn.
+
+    Raises:
+      ConfigError: it would be drawn, and comes as it is read.
+    """
+    privacy = privacy_of(strategy)
+    if privacy is None or privacy.unit != "example":
+        return dataset
+    if dataset.fed is not None:
+        raise ConfigError(
+            "privacy= draws each batch from all examples, and this data comes as it is "
+            "read: no accountant knows what that hides; give arrays, or a jg.Source"
+        )
+    return replace(dataset, samplers=batches_per_update(cluster, strategy))
+
+
+def rate_of(dataset: Dataset, batch_size: int) -> float:
+    """Returns the probability of a unit to have a part in an update."""
+    return dataset.plan(batch_size, 0).rate if dataset.samplers else 1.0
 
 
 def make_runner(

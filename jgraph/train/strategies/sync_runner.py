@@ -192,7 +192,10 @@ class SyncRunner:
         finite = self._step.finite_check(apply_graph)
         on_ps = (averaging(apply_program, gate, shards),)
         programs = {p.program.driver: p.program for p in plans} if owns else {}
-        return Prepared(graph, plan, names, shards, finite, on_ps, programs)
+        entropy = () if sync.entropy is None else sync.entropy.shape
+        return Prepared(
+            *(graph, plan, names, shards, finite, on_ps, programs), entropy=entropy
+        )
 
     def _plan_for(self, worker: TaskName, graph: Graph) -> Plan:
         """Returns the plan of one worker's contribution."""
@@ -250,6 +253,7 @@ class SyncRunner:
             halt_every=order.halts,
             halt_s=self.state.halt_s,
             cut=self._cut,
+            entropy=prepared.entropy,
         )
         arbiter = LoopRequest(
             task=shards[0],

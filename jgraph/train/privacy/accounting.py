@@ -1,0 +1,278 @@
+"""Privacy accounting: epsilon of a sequence of noised updates, by dp-accounting.
+
+What is spent depends on the options and the number of updates alone, and never on the
+data. So it is known before a run how many updates a target allows.
+
+Source: Doroshenko et al., "Connect the Dots: Tighter Discrete Approximations of Privacy
+Loss Distributions", 2022 (what the accountant does).
+"""
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, final
+
+from jgraph.errors import ConfigError
+from jgraph.train.privacy.options import Privacy, Unit
+from jgraph.train.state.runner import Position
+
+_KEY: Final = "privacy"
+_LARGE: Final = 100.0
+_LEAST_NOISE: Final = 0.1
+_ORDERS: Final = (1.25, 1.5, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64, 128, 256)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Updates of one kind.
+
+    Attributes:
+      unit: whose part in the data they hide.
+      noise: standard deviation of the noise, in units of the clipping norm.
+      rate: probability of each unit to be part of an update; 1: each is, of all.
+      updates: how many.
+    """
+
+    unit: Unit
+    noise: float
+    rate: float
+    updates: int
+
+    def plain(self) -> list[Any]:
+        """Returns it as plain data."""
+        return [self.unit, self.noise, self.rate, self.updates]
+
+
+def epsilon_of(expenses: Sequence[Spent], delta: float) -> float:
+    """Returns the epsilon of all these updates together, for one unit more or less.
+
+    It is that of privacy loss distributions; above 100, where nothing is hidden, that
+    of Renyi's divergence, which is larger.
+
+    Args:
+      expenses: of one unit.
+      delta: probability with which it may not hold.
+
+    Example:
+      >>> epsilon_of([Spent("example", 1.0, 0.01, 1000)], 1e-5)
+      1.83
+      >>> epsilon_of([], 1e-5)
+      0.0
+    """
+    from dp_accounting import pld
+
+    if not any(one.updates for one in expenses):
+        return 0.0
+    bound = _bound(expenses, delta)
+    if bound > _LARGE:  # and the distributions have no room
+        return bound
+    return _epsilon(pld.PLDAccountant(), expenses, delta)
+
+
+def _bound(expenses: Sequence[Spent], delta: float) -> float:
+    """Returns an epsilon that is not less, and known at once."""
+    from dp_accounting import rdp
+
+    least = min(one.noise for one in expenses if one.updates)
+    if least < _LEAST_NOISE:
+        return math.inf
+    return _epsilon(rdp.RdpAccountant(_ORDERS), expenses, delta)
+
+
+def _epsilon(accountant: Any, expenses: Sequence[Spent], delta: float) -> float:
+    import dp_accounting
+
+    for one in expenses:
+        event: Any = dp_accounting.GaussianDpEvent(one.noise)
+        if one.rate < 1:
+            event = dp_accounting.PoissonSampledDpEvent(one.rate, event)
+        if one.updates:
+            accountant.compose(dp_accounting.SelfComposedDpEvent(event, one.updates))
+    return float(accountant.get_epsilon(delta))
+
+
+def affordable(
+    expenses: Sequence[Spent], kind: Spent, delta: float, target_epsilon: float
+) -> int:
+    """Returns how many more updates there may be, ``kind.updates`` at most.
+
+    Args:
+      expenses: before.
+      kind: what each of them is.
+      delta: as for ``epsilon_of``.
+      target_epsilon: what all together may not pass.
+
+    Example:
+      >>> affordable([], Spent("example", 1.0, 0.01, 1000), 1e-5, 1.5)
+      657
+    """
+
+    def after(updates: int) -> float:
+        return epsilon_of([*expenses, replace(kind, updates=updates)], delta)
+
+    low, high = (0, after(0)), (kind.updates, after(kind.updates))
+    if high[1] <= target_epsilon:
+        return high[0]
+    if low[1] > target_epsilon:
+        return 0
+    halves = False
+    while high[0] - low[0] > 1:
+        # Epsilon grows about as the root of the number; each second time is half way.
+        share = 0.5
+        if not halves and math.isfinite(high[1]):
+            share = ((target_epsilon - low[1]) / (high[1] - low[1])) ** 2
+        guess = low[0] + round(share * (high[0] - low[0]))
+        guess = min(max(guess, low[0] + 1), high[0] - 1)
+        epsilon, halves = after(guess), not halves
+        if epsilon <= target_epsilon:
+            low = guess, epsilon
+        else:
+            high = guess, epsilon
+    return low[0]
+
+
+@final
+class Spending:
+    """The account of a Trainer: all updates that its data had a part in.
+
+    An update that was made again, as its run went back to a checkpoint, counts again:
+    who saw both knows both. Thread safe.
+
+    Args:
+      privacy: the options.
+    """
+
+    def __init__(self, privacy: Privacy) -> None:
+        self._privacy = privacy
+        self._past: list[Spent] = []
+        self._now = Spent(privacy.unit, privacy.noise_multiplier, 1.0, 0)
+        self._first = 0
+        self._again = 0
+        self._limit: int | None = None
+        self._known: dict[tuple[Spent, ...], float] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, rate: float, first: int, steps: int) -> int:
+        """Begins a run; returns how many updates it may have.
+
+        Args:
+          rate: see ``Spent``.
+          first: updates applied before.
+          steps: updates that it would like.
+
+        Raises:
+          ConfigError: the target does not allow a single one.
+        """
+        privacy, target = self._privacy, self._privacy.target_epsilon
+        with self._lock:
+            self._past = self._spent()
+            self._now = Spent(privacy.unit, privacy.noise_multiplier, rate, 0)
+            self._first, self._again, self._limit = first, 0, None
+            if target is None:
+                return steps
+            kind = replace(self._now, updates=steps)
+            count = affordable(self._past, kind, privacy.failure, target)
+            if not count:
+                before = epsilon_of(self._past, privacy.failure)
+                raise ConfigError(
+                    f"target_epsilon={target:g} allows no update: {before:.3g} was "
+                    f"spent before, and one more of noise_multiplier="
+                    f"{privacy.noise_multiplier:g} passes it; give a larger target, or "
+                    "end the training here"
+                )
+            self._limit = count
+            return count
+
+    def reached(self, updates: int) -> None:
+        """Takes note that the model has so many updates, of earlier runs too."""
+        with self._lock:
+            count = max(self._now.updates, updates - self._first + self._again)
+            self._now = replace(self._now, updates=count)
+
+    def went_back(self, step: int, back_to: int) -> None:
+        """Takes note that updates are made again."""
+        self.reached(step)
+        with self._lock:
+            self._again += max(0, step - back_to)
+
+    def may_do(self, updates: int) -> bool:
+        """Whether so many more pass no target."""
+        with self._lock:
+            return self._limit is None or self._now.updates + updates <= self._limit
+
+    @property
+    def epsilon(self) -> float:
+        """What all updates have spent."""
+        with self._lock:
+            expenses = tuple(self._spent())
+        if expenses not in self._known:
+            self._known = {expenses: epsilon_of(expenses, self._privacy.failure)}
+        return self._known[expenses]
+
+    def _spent(self) -> list[Spent]:
+        """Returns what was spent, alike updates as one."""
+        return _together([*self._past, self._now])
+
+    # ------------------------------------------------------------ checkpoints
+
+    def noted(self, position: Position, updates: int) -> Position:
+        """Returns a position with the account, for a checkpoint.
+
+        Args:
+          position: where in the data the run is.
+          updates: that the model has.
+        """
+        self.reached(updates)
+        with self._lock:
+            return {**(position or {}), _KEY: [one.plain() for one in self._spent()]}
+
+    def restore(self, position: Position, where: str) -> None:
+        """Takes the account of a checkpoint; what was spent here stays spent.
+
+        Args:
+          position: that of the checkpoint.
+          where: it is.
+
+        Raises:
+          ConfigError: it has none, or one of another unit.
+        """
+        plain = (position or {}).get(_KEY)
+        if plain is None:
+            raise ConfigError(
+                f"{where} has no account of the privacy that it has spent: it was "
+                "saved without privacy=, or by a master whose client was gone. If the "
+                "data had no part in it, take the model alone: jg.Trainer(model) of "
+                "what a Trainer without privacy= restored, as trainer.model()"
+            )
+        theirs = [Spent(unit, *rest) for unit, *rest in plain]
+        for one in theirs:
+            if one.unit != self._privacy.unit:
+                raise ConfigError(
+                    f"the checkpoint's updates hid the part of one {one.unit}, and "
+                    f"jg.Privacy(unit={self._privacy.unit!r}) that of one "
+                    f"{self._privacy.unit}: no epsilon covers both; write unit="
+                    f"{one.unit!r}"
+                )
+        with self._lock:
+            self._past = _most(self._spent(), theirs)
+            self._now, self._again = replace(self._now, updates=0), 0
+            self._first = 1 << 62  # until a run begins, no update is new
+
+
+def _most(ours: Sequence[Spent], theirs: Sequence[Spent]) -> list[Spent]:
+    """Returns the larger number of updates of each kind."""
+    counts = {replace(one, updates=0): one.updates for one in ours}
+    for one in theirs:
+        kind = replace(one, updates=0)
+        counts[kind] = max(counts.get(kind, 0), one.updates)
+    return [replace(kind, updates=n) for kind, n in counts.items()]
+
+
+def _together(expenses: Sequence[Spent]) -> list[Spent]:
+    counts: dict[Spent, int] = {}
+    for one in expenses:
+        kind = replace(one, updates=0)
+        counts[kind] = counts.get(kind, 0) + one.updates
+    return [replace(kind, updates=n) for kind, n in counts.items() if n]
