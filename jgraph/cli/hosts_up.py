@@ -1,6 +1,7 @@
 """``jgraph up --hosts``: holds a cluster on other hosts until it is told to end."""
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Mapping
@@ -9,8 +10,8 @@ from pathlib import Path
 import typer
 
 from jgraph.cli.options import say
-from jgraph.errors import TaskLostError
-from jgraph.launch.hosts import read_hosts
+from jgraph.errors import JGError, TaskLostError
+from jgraph.launch.hosts import Host, read_hosts
 from jgraph.launch.local.processes import check_counts
 from jgraph.launch.ssh import HostsCluster
 from jgraph.rpc.security.token import home
@@ -30,7 +31,8 @@ def run_on_hosts(
 ) -> None:
     """Starts tasks, says how to connect, and ends them on SIGINT or SIGTERM.
 
-    Logs of the tasks go to standard error and to files, and that one died too often.
+    On SIGHUP it reads the file of hosts again: see ``HostsCluster.follow``. Logs of the
+    tasks go to standard error and to files, and that one died too often.
 
     Raises:
       TaskLostError: none is left.
@@ -38,13 +40,14 @@ def run_on_hosts(
     check_counts(counts)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("jgraph.events").setLevel(logging.INFO)
-    stop = threading.Event()
+    stop, reads = threading.Event(), threading.Event()
+    signal.signal(signal.SIGHUP, lambda *_: reads.set())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     log_dir = home() / "logs" / f"hosts-{Path(name).name}"
     log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with HostsCluster(
-        read_hosts(file.read_text(encoding="utf-8"), str(file)),
+        _hosts_of(file),
         counts,
         log_dir,
         port=port,
@@ -60,11 +63,14 @@ def run_on_hosts(
             f"serves at {cluster.target}\nlogs: {log_dir}\n\n"
             f"  in Python:  jg.connect({cluster.target!r}, tls={where['tls']!r})\n"
             f"  its state:  jgraph status {cluster.target} --tls-dir {where['tls']}\n"
+            f"  more hosts: add lines to {file}, and kill -HUP {os.getpid()}\n"
             "  its end:    Ctrl-C here",
             as_json=as_json,
         )
         while not stop.wait(1.0) and not cluster.is_over():
-            continue
+            if reads.is_set():
+                reads.clear()
+                _follow(cluster, file)
         if cluster.is_over() and (ends := cluster.gone()):
             raise TaskLostError(f"no task is left; {'; '.join(ends.values())}")
     say(
@@ -72,3 +78,15 @@ def run_on_hosts(
         f"{len(cluster.spec.tasks())} tasks ended, nothing is left on the hosts",
         as_json=as_json,
     )
+
+
+def _hosts_of(file: Path) -> list[Host]:
+    return read_hosts(file.read_text(encoding="utf-8"), str(file))
+
+
+def _follow(cluster: HostsCluster, file: Path) -> None:
+    """Does as the file of hosts says now; one that is none changes nothing."""
+    try:
+        cluster.follow(_hosts_of(file))
+    except (JGError, OSError, UnicodeDecodeError) as error:
+        typer.echo(f"{error}; the cluster stays as it is", err=True)

@@ -3,6 +3,7 @@
 import io
 import shlex
 import tarfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
@@ -16,7 +17,7 @@ _REMOTE: Final = (
     'umask 077; dir=$(mktemp -d "${{TMPDIR:-/tmp}}/{run}.XXXXXX") || exit 1; '
     "trap 'rm -rf \"$dir\"' EXIT; "
     'head -c {nbytes} | tar -x -C "$dir" || exit 1; '
-    '{jgraph} server --job {job} --task {task} --cluster "$dir/cluster.toml" '
+    "{jgraph} server --job {job} {which} "
     '--tls-dir "$dir" --bind 0.0.0.0 --end-with-input --overdue-s 10'
 )
 
@@ -80,10 +81,14 @@ class RemoteTask:
     Attributes:
       task: its name.
       host: where.
+      joins: a cluster that is up, which it joins; empty: it is one of the first tasks.
+      port: then, that it listens at.
     """
 
     task: TaskName
     host: Host
+    joins: str = ""
+    port: int = 0
 
     @property
     def stem(self) -> str:
@@ -139,7 +144,26 @@ def remote_command(task: RemoteTask, nbytes: int, run: str, jgraph: str) -> str:
     """
     job, _, index = task.task.removeprefix("/job:").partition("/task:")
     words = " ".join(map(shlex.quote, shlex.split(jgraph)))
-    return _REMOTE.format(nbytes=nbytes, job=job, task=index, run=run, jgraph=words)
+    which = f'--task {index} --cluster "$dir/cluster.toml"'
+    if task.joins:
+        here = shlex.quote(task.host.address)
+        which = f"--join {shlex.quote(task.joins)} --host {here} --port {task.port}"
+    return _REMOTE.format(nbytes=nbytes, job=job, which=which, run=run, jgraph=words)
+
+
+def changed_hosts(
+    before: Sequence[Host], after: Sequence[Host]
+) -> tuple[list[Host], list[Host]]:
+    r"""Returns the lines of a hosts file that are new, and those that are gone.
+
+    Example:
+      >>> before = read_hosts("a\nb", "hosts.txt")
+      >>> after = read_hosts("a\na\nc", "hosts.txt")
+      >>> [[host.login for host in lines] for lines in changed_hosts(before, after)]
+      [['a', 'c'], ['b']]
+    """
+    old, new = Counter(before), Counter(after)
+    return list((new - old).elements()), list((old - new).elements())
 
 
 def look_command(run: str) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final, Self, final
 
+from jgraph.client.cluster import connect
 from jgraph.client.inspect import status_of
 from jgraph.clock import SystemClock
 from jgraph.cluster.polling import Polling
@@ -27,6 +28,7 @@ from jgraph.graph.device import TaskName
 from jgraph.launch.hosts import (
     Host,
     RemoteTask,
+    changed_hosts,
     cluster_file,
     deal,
     look_command,
@@ -196,6 +198,8 @@ _POLL_S: Final = 0.5
 _START_S: Final = 90.0
 _END_S: Final = 40.0
 _CHECK_S: Final = 20.0
+_SPARES: Final = 64
+"""Certificates for workers that may join."""
 
 
 @final
@@ -241,13 +245,17 @@ class HostsCluster:
         self._restarter: Restarter | None = None
         self._run = f"jgraph-{secrets.token_hex(6)}"
         self._ssh = shlex.split(ssh)
-        make_certificates(self.certificates, self.spec.tasks())
-        self._remotes = [
-            RemoteProcess(
-                *(task, self._files(task), self._run, jgraph, self._ssh, log_dir, say)
-            )
-            for task in tasks
+        self._hosts, self._ever = list(hosts), dict.fromkeys(hosts)
+        first_spare = counts.get("worker", 0)
+        self._next_port = port + len(tasks)
+        # The key that signs them is not kept.
+        self._spares = [
+            TaskName(f"/job:worker/task:{first_spare + n}") for n in range(_SPARES)
         ]
+        make_certificates(self.certificates, [*self.spec.tasks(), *self._spares])
+        self._jgraph, self._log_dir, self._say = jgraph, log_dir, say
+        self._remotes = [self._start(task) for task in tasks]
+        self._joined: list[RemoteProcess] = []
 
     def wait(self, timeout_s: float) -> None:
         """Waits until all tasks answer; those that die later are started again.
@@ -279,6 +287,60 @@ class HostsCluster:
             on_start=lambda: None,
         )
 
+    def _start(self, task: RemoteTask) -> RemoteProcess:
+        return RemoteProcess(
+            *(task, self._files(task), self._run, self._jgraph, self._ssh),
+            self._log_dir,
+            self._say,
+        )
+
+    def follow(self, hosts: Sequence[Host]) -> None:
+        """Starts a worker for each new line of the hosts file; those of old ones leave.
+
+        Args:
+          hosts: of the file as it is now.
+
+        Raises:
+          JGError: a worker could not be told to leave.
+        """
+        new, old = changed_hosts(self._hosts, hosts)
+        self._hosts = list(hosts)
+        for host in new:
+            self._join(host)
+        leavers = []
+        for host in old:
+            here = [one for one in self._joined if one.host == host]
+            if here:
+                self._joined.remove(here[-1])
+                leavers.append(here[-1].task)
+            else:
+                self._say(
+                    f"{host.login} keeps its tasks: those that the cluster began with "
+                    "stay"
+                )
+        if leavers:
+            with connect(self.target, tls=self.certificates) as cluster:
+                for task in leavers:
+                    self._say(f"{task} is told to leave")
+                    cluster.leave(task)
+
+    def _join(self, host: Host) -> None:
+        if not self._spares:
+            self._say(
+                f"{host.login} gets no worker: all {_SPARES} certificates of this "
+                "cluster for more are in use"
+            )
+            return
+        task = RemoteTask(self._spares.pop(0), host, self.target, self._next_port)
+        self._next_port += 1
+        self._ever[host] = None
+        self._say(f"{task.task} joins on {host.login}")
+        remote = self._start(task)
+        self._remotes.append(remote)
+        self._joined.append(remote)
+        if self._restarter is not None:
+            self._restarter.watch(remote)
+
     def gone(self) -> dict[TaskName, str]:
         """Returns why, by task, for those that died and are not started again."""
         return dict(self._restarter.final_deaths) if self._restarter is not None else {}
@@ -304,7 +366,7 @@ class HostsCluster:
         if self._restarter is not None:
             self._restarter.join()
         self._secrets.cleanup()
-        hosts = {remote.host.login: remote.host for remote in self._remotes}
+        hosts = {host.login: host for host in self._ever}
         looks = [(host, self._look(host)) for host in hosts.values()]
         if found := [said for host, look in looks if (said := _remains(host, look))]:
             raise StartError(f"the cluster ended, but {'; '.join(found)}")
@@ -343,6 +405,8 @@ class HostsCluster:
     def _files(self, task: RemoteTask) -> bytes:
         names = ("ca.crt", "token", f"{task.stem}.crt", f"{task.stem}.key")
         files = {name: (self.certificates / name).read_bytes() for name in names}
+        if task.joins:  # it learns of the others
+            return packed(files)
         return packed({"cluster.toml": cluster_file(self.spec), **files})
 
 

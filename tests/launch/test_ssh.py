@@ -19,6 +19,7 @@ import pytest
 from jgraph.client.cluster import connect
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import ClusterSpecError
+from jgraph.graph.device import TaskName
 from jgraph.launch.hosts import (
     Host,
     RemoteTask,
@@ -30,6 +31,7 @@ from jgraph.launch.hosts import (
     remote_command,
 )
 from tests.support.free_port import free_port
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,6 +64,12 @@ def test_words_of_the_remote_command_are_quoted() -> None:
         task, 5, "jgraph-1", "'my venv/bin/jgraph'"
     )
     assert RemoteTask(task.task, task.host).stem == "ps-0"
+    joiner = RemoteTask(
+        TaskName("/job:worker/task:2"), Host("b", "b c"), "jgraphs://a:1", 9
+    )
+    command = remote_command(joiner, 5, "jgraph-1", "jgraph")
+    assert "server --job worker --join jgraphs://a:1 --host 'b c' --port 9 " in command
+    assert "--cluster" not in command
 
 
 # ---------------------------------------------------------------- over a real sshd
@@ -165,6 +173,40 @@ def logged_until(running: "subprocess.Popen[str]", end: str) -> str:
         if end.replace("worker:0", "/job:worker/task:0") in line:
             return "".join(lines).replace("/job:worker/task:0", "worker:0")
     return pytest.fail("".join(lines))
+
+
+@pytest.mark.nightly
+@pytest.mark.procs
+def test_workers_join_and_leave_as_the_hosts_file_says(
+    ssh: str, tmp_path: Path
+) -> None:
+    with up(tmp_path, ssh, "--ps", "1", "--workers", "1", "--json") as running:
+        facts, hosts = started(running), tmp_path / "hosts.txt"
+        lines = hosts.read_text()
+
+        def become(text: str) -> None:
+            hosts.write_text(text)
+            running.send_signal(signal.SIGHUP)
+
+        with connect(facts["target"], tls=facts["tls"], timeout_s=30) as cluster:
+
+            def are(workers: int) -> bool:
+                cluster.refresh()
+                return len(cluster.tasks("worker")) == workers
+
+            become(f"{lines}one 127.0.0.1\n")
+            wait_until(lambda: are(2), 60)
+            become("-F one\n")
+            logged_until(running, "the cluster stays as it is")
+            assert are(2)
+            become(lines)
+            wait_until(lambda: are(1), 60)
+            become("one 127.0.0.1\n")
+            logged_until(running, "two keeps its tasks")
+            assert are(1)
+        running.send_signal(signal.SIGINT)
+        out, _ = running.communicate(timeout=60)
+    assert (running.returncode, json.loads(out)) == (0, {"ended": True})
 
 
 @pytest.mark.procs
