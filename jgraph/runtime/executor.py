@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from jgraph.coordination.timeline.node_times import END, READY, START
+from jgraph.coordination.timeline.node_times import END, START, complete_times
 from jgraph.errors import MalformedMessageError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.nodes import (
@@ -49,6 +49,7 @@ class StepTimes:
       computed: the last node that computes was done.
       end: the partition was done.
       stamps: when each node ran, as a flight recorder keeps it; None: not noted.
+      producers: of each node, those that it waits for.
     """
 
     started: float = 0.0
@@ -56,12 +57,15 @@ class StepTimes:
     computed: float = 0.0
     end: float = 0.0
     stamps: "Stamps | None" = None
+    producers: Sequence[Sequence[int]] = ()
 
     @property
     def nodes(self) -> np.ndarray[Any, Any]:
         """When each node ran, as in ``PartTimes``."""
         stamps = blank_stamps(0) if self.stamps is None else self.stamps
-        return np.array(stamps[:-3]).reshape(-1, 3)
+        times = np.array(stamps).reshape(-1, 3)
+        complete_times(times, self.producers)
+        return times[:-1]
 
     def parts(self) -> dict[str, float]:
         """Returns the seconds spent on each stage: pull, compute, push."""
@@ -233,6 +237,7 @@ class StepRun:
             self._stamps = blank_stamps(self._values.remaining)
             self._stamps[-3] = self._now()
             self.times.stamps = self._stamps
+            self.times.producers = loaded.producers
 
     @property
     def nodes(self) -> Sequence[Node]:
@@ -244,12 +249,9 @@ class StepRun:
         self.times.started = began = self._now()
         if self._recording is not None:
             self._recording.begins()
-        first = self._values.first()
-        if (stamps := self._stamps) is not None:
-            stamps[-2] = began
-            for index in first:
-                stamps[3 * index + READY] = began
-        self._ready.extend(first)
+        if self._stamps is not None:
+            self._stamps[-2] = began
+        self._ready.extend(self._values.first())
         if not self._loaded.partition.nodes:
             self._finish([])
         self._drain()
@@ -390,27 +392,23 @@ class StepRun:
         if isinstance(result, BaseException):
             self._finish(result)
             return
-        self.times.computed = self._now()
+        self.times.computed = ended = self._now()
         if self._stamps is not None:
             cost = self._loaded.costs[index]
             self._stamps[3 * index + START] = cost.began_s
-            self._stamps[3 * index + END] = cost.ended_s
-        self._complete(index, result)
+            ended = cost.ended_s
+        self._complete(index, result, ended)
         self._drain()
 
-    def _complete(self, index: int, values: Sequence[Any]) -> None:
+    def _complete(
+        self, index: int, values: Sequence[Any], ended_s: float | None = None
+    ) -> None:
         if self.is_over:
             return
-        ready = self._values.complete(index, values)
-        if (stamps := self._stamps) is not None:
-            now, at = self._now(), 3 * index
-            if stamps[at + END] != stamps[at + END]:  # it was done here
-                stamps[at + END] = now
-                if stamps[at + START] != stamps[at + START]:
-                    stamps[at + START] = now  # and took no time
-            for node in ready:
-                stamps[3 * node + READY] = now
-        self._ready.extend(ready)
+        self._ready.extend(self._values.complete(index, values))
+        if self._stamps is not None:
+            ended = self._now() if ended_s is None else ended_s
+            self._stamps[3 * index + END] = ended
         if self._values.remaining == 0:
             self._finish(self._fetches)
 

@@ -5,16 +5,21 @@ minute or so: after something went wrong, what came before it can still be looke
 """
 
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import nan
-from typing import Final, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
-from jgraph.coordination.timeline.node_times import NodeFacts, facts_of
+from jgraph.coordination.timeline.node_times import (
+    NodeFacts,
+    complete_times,
+    facts_of,
+    producers_of,
+)
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.program import Program
 from jgraph.runtime.rendezvous import StepKey
@@ -23,8 +28,12 @@ ROWS: Final = 65_536
 """Of 24 bytes, one a node and step: what a task keeps."""
 _NOTE: Final = 3
 """Times that a note stands for."""
+Times: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Stamps: TypeAlias = "array[float]"
-"""Three times a node (ready, began, done), then of the step: asked for, begun, over."""
+"""Three times a node (ready, began, done), then of the step: asked for, begun, over.
+
+Of a node, only what does not follow from the rest is noted: see ``complete_times``.
+"""
 
 
 _blanks: dict[int, Stamps] = {}
@@ -65,12 +74,14 @@ class FlownProgram:
       name: what the user calls it.
       driver: of its steps.
       nodes: of this task.
+      producers: of each node, those that it waits for.
       is_registered: whether there may be more.
     """
 
     name: str
     driver: TaskName
     nodes: tuple[NodeFacts, ...]
+    producers: tuple[tuple[int, ...], ...]
     is_registered: bool = True
 
 
@@ -92,7 +103,7 @@ class Flight:
     last: int
     since_s: float
     steps: Sequence[StepKey]
-    times: np.ndarray[tuple[int, int], np.dtype[np.float64]]
+    times: Times
     programs: dict[str, FlownProgram]
     notes: Sequence[Note]
 
@@ -124,7 +135,10 @@ class FlightRecorder:
     def registered(self, handle: str, program: Program) -> None:
         """Learns what the nodes of a program are."""
         nodes = facts_of(program, self._task)
-        self._programs[handle] = FlownProgram(program.name, program.driver, nodes)
+        producers = producers_of(program.partition(self._task))
+        self._programs[handle] = FlownProgram(
+            program.name, program.driver, nodes, producers
+        )
 
     def unregistered(self, handle: str) -> None:
         """Learns that there are no more steps of a program."""
@@ -177,15 +191,29 @@ class FlightRecorder:
             elif step is not None and step[0] in self._programs:
                 steps.append(step)
                 found.append(record)
-        rows = array("d")
-        for stamps in reversed(found):
-            rows.extend(stamps)
-        handles = dict.fromkeys(handle for handle, _ in reversed(steps))
+        steps.reverse()
+        found.reverse()
+        handles = dict.fromkeys(handle for handle, _ in steps)
         return Flight(
             last=self.last,
             since_s=self._dropped_s,
-            steps=steps[::-1],
-            times=np.frombuffer(rows, np.float64).reshape(-1, 3),
+            steps=steps,
+            times=self._times(steps, found),
             programs={handle: self._programs[handle] for handle in handles},
             notes=notes[::-1],
         )
+
+    def _times(self, steps: Sequence[StepKey], records: Sequence[Stamps]) -> Times:
+        rows = array("d")
+        starts: defaultdict[str, list[int]] = defaultdict(list)
+        for (handle, _), stamps in zip(steps, records, strict=True):
+            starts[handle].append(len(rows) // 3)
+            rows.extend(stamps)
+        times = np.array(rows).reshape(-1, 3)
+        for handle, begin in starts.items():
+            producers = self._programs[handle].producers
+            of_steps = np.add.outer(begin, np.arange(len(producers) + 1))
+            own = times[of_steps]
+            complete_times(own, producers)
+            times[of_steps] = own
+        return times

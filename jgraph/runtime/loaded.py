@@ -8,6 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
+from jgraph.coordination.timeline.node_times import producers_of
 from jgraph.errors import InvalidProgramError
 from jgraph.plan.program.nodes import (
     AggregateNode,
@@ -22,6 +23,7 @@ from jgraph.plan.program.nodes import (
     ValueId,
     ValueType,
     WriteNode,
+    after_of,
     inputs_of,
     outputs_of,
     packed_types,
@@ -62,6 +64,7 @@ class LoadedPartition:
       cuts: per node, where the values lie in the flat array that it takes.
       is_padded: per node, whether it takes values that may have fewer rows.
       in_turn: per node, whether it waits for the end of the step before.
+      producers: per node, the nodes that it waits for.
     """
 
     partition: Partition
@@ -81,6 +84,7 @@ class LoadedPartition:
     cuts: tuple[tuple[Cut, ...], ...]
     is_padded: tuple[bool, ...]
     in_turn: tuple[bool, ...]
+    producers: tuple[tuple[int, ...], ...]
 
 
 def load_partition(
@@ -100,7 +104,7 @@ def load_partition(
     for index, node in enumerate(partition.nodes):
         executables.append(_executable(partition, node, codes, cache))
         inputs.append(tuple(dict.fromkeys(inputs_of(node))))
-        after = set(_after(node))
+        after = set(after_of(node))
         needs.append(len(inputs[index]) + len(after))
         for value in inputs[index]:
             consumers[value].append(index)
@@ -138,6 +142,7 @@ def load_partition(
         tuple(_cuts(partition, node) for node in partition.nodes),
         tuple(_is_padded(partition, taken) for taken in inputs),
         tuple(_in_turn(partition)),
+        producers_of(partition),
     )
 
 
@@ -212,14 +217,6 @@ def _in_turn(partition: Partition) -> Iterator[bool]:
             or (of_others and isinstance(node, SegmentNode))
             or changes_state(partition, node)
         )
-
-
-def _after(node: Node) -> tuple[int, ...]:
-    match node:
-        case SegmentNode() | ReadNode() | WriteNode() | LookupNode():
-            return node.after
-        case _:
-            return ()
 
 
 def _kind(node: Node) -> str:

@@ -136,6 +136,13 @@ class TaskService:
 
     def frame_received(self, src: TaskName, received: Frame) -> None:
         """Takes a frame of the path of a step."""
+        self.shell.messages.gather()
+        try:
+            self._handle_frame(src, received)
+        finally:
+            self.shell.messages.flush()
+
+    def _handle_frame(self, src: TaskName, received: Frame) -> None:
         body = body_of(received)
         match kind_of(received):
             case "values":

@@ -16,6 +16,8 @@ from jgraph.plan.program.nodes import (
     SegmentNode,
     SendNode,
     WriteNode,
+    after_of,
+    inputs_of,
     outputs_of,
 )
 
@@ -94,6 +96,40 @@ def facts_of(program: "Program", task: TaskName) -> tuple[NodeFacts, ...]:
     labels = {code.digest: code.label for code in program.segments}
     partition = program.partition(task)
     return tuple(_facts(partition, node, labels) for node in partition.nodes)
+
+
+def producers_of(partition: "Partition") -> tuple[tuple[int, ...], ...]:
+    """Returns the nodes that each node of a partition waits for."""
+    makers = {
+        value: index
+        for index, node in enumerate(partition.nodes)
+        for value in outputs_of(node)
+    }
+    return tuple(
+        tuple({*(makers[value] for value in inputs_of(node)), *after_of(node)})
+        for node in partition.nodes
+    )
+
+
+def complete_times(
+    times: np.ndarray[Any, Any], producers: Sequence[Sequence[int]]
+) -> None:
+    """Fills in what a step that runs does not note: it follows from the rest.
+
+    A node was ready when the last node that it waits for was done, and one of which
+    nobody noted when it began took no time.
+
+    Args:
+      times: float64[..., nodes + 1, 3], in seconds; its last row says when the step was
+        asked for, begun, and over. NaN for what did not happen. Changed in place.
+      producers: of each node, those that it waits for.
+    """
+    starts, ends = times[..., :-1, START], times[..., :-1, END]
+    np.copyto(starts, ends, where=np.isnan(starts))
+    for node, waits in enumerate(producers):
+        start = times[..., -1, START]
+        ready = ends[..., list(waits)].max(-1) if waits else start
+        times[..., node, READY] = ready
 
 
 def node_times(

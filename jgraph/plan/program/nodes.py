@@ -317,6 +317,15 @@ def inputs_of(node: Node) -> tuple[ValueId, ...]:
             return ()
 
 
+def after_of(node: Node) -> tuple[int, ...]:
+    """Returns the earlier nodes that a node waits for beside what it takes."""
+    match node:
+        case SegmentNode() | ReadNode() | WriteNode() | LookupNode():
+            return node.after
+        case _:
+            return ()
+
+
 def outputs_of(node: Node) -> tuple[ValueId, ...]:
     """Returns the values a node makes."""
     match node:

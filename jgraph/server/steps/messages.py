@@ -1,8 +1,8 @@
-"""Outgoing messages of steps: those of one turn of the event loop, in few frames.
+"""Outgoing messages of steps: what one frame brings about leaves in few frames.
 
 A frame costs its sender and its receiver more than the few bytes that most have. Where
-a step ends the next one begins, in the same turn: what is said of both to one peer
-leaves as one frame of values, with the order and the report that came up beside them.
+a step ends the next one begins: what is said of both to one peer leaves as one frame of
+values, with the order and the report that came up beside them.
 """
 
 import asyncio
@@ -34,7 +34,8 @@ Message: TypeAlias = "tuple[pb.Values | pb.StartStep | pb.StepDone, Tensors]"
 class StepMessages:
     """Posts values, orders to begin steps, and reports of parts that are over.
 
-    They leave when the turn ends in which the first of them came up, or with ``flush``.
+    They leave with ``flush``: when the frame that brought them about has been handled,
+    and with each order. Of what no frame brought about, at the end of the turn.
     To one peer they leave in that order, but that orders and reports may leave with
     values that came up before them.
 
@@ -49,6 +50,11 @@ class StepMessages:
         self.drives: Callable[[StepKey], bool] = lambda step: False
         self._transport = transport
         self._waiting: defaultdict[TaskName, list[Message]] = defaultdict(list)
+        self._is_gathering = False
+
+    def gather(self) -> None:
+        """Has what comes up wait for ``flush``, which the caller promises to call."""
+        self._is_gathering = True
 
     def values(self, dst: TaskName, header: pb.Values, tensors: Tensors) -> None:
         """Posts values of a step; they must not change afterwards."""
@@ -79,15 +85,16 @@ class StepMessages:
 
     def flush(self) -> None:
         """Posts all that waits."""
+        self._is_gathering = False
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, defaultdict(list)
         for dst, said in waiting.items():
-            for message, tensors in together(said):
+            for message, tensors in together(said) if len(said) > 1 else said:
                 self._post(dst, message, tensors)
 
     def _add(self, dst: TaskName, message: Message) -> None:
-        if not self._waiting:
+        if not (self._waiting or self._is_gathering):
             asyncio.get_running_loop().call_soon(self.flush)
         self._waiting[dst].append(message)
 
@@ -97,14 +104,13 @@ class StepMessages:
         message: pb.Values | pb.StartStep | pb.StepDone,
         tensors: Tensors,
     ) -> None:
-        match message:
-            case pb.Values():
-                self._post_values(dst, message, tensors)
-            case pb.StartStep():
-                self._transport.post(dst, frame(start_step=message))
-            case _:
-                self._transport.post(dst, frame(step_done=message, tensors=tensors))
-                self._on_report()
+        if isinstance(message, pb.Values):
+            self._post_values(dst, message, tensors)
+        elif isinstance(message, pb.StartStep):
+            self._transport.post(dst, frame(start_step=message))
+        else:
+            self._transport.post(dst, frame(step_done=message, tensors=tensors))
+            self._on_report()
 
     def _post_values(self, dst: TaskName, header: pb.Values, tensors: Tensors) -> None:
         try:
@@ -121,7 +127,7 @@ class StepMessages:
             )
             self._transport.post(dst, frame(abort_step=order))
             return
-        said = header, *header.more
+        said = [header, *header.more] if header.more else [header]
         if any(one.HasField("done") for one in said):
             self._on_report()
         if any(self.drives((one.handle, one.step_id)) for one in said):
@@ -144,20 +150,27 @@ def together(said: Sequence[Message]) -> list[Message]:
       >>> message.step_id, message.start.step_id
       (1, 2)
     """
-    values = [message for message, _ in said if isinstance(message, pb.Values)]
-    to_start, to_report = iter(values), iter(values)
-    alone: list[Message] = []
+    values: list[tuple[pb.Values, Tensors]] = []
+    others: list[tuple[pb.StartStep | pb.StepDone, Tensors]] = []
     for message, tensors in said:
-        match message:
-            case pb.StartStep() if (carrier := next(to_start, None)) is not None:
-                carrier.start.CopyFrom(message)
-            case pb.StepDone() if (
-                not tensors and (carrier := next(to_report, None)) is not None
-            ):
-                carrier.done.CopyFrom(message)
-            case pb.StartStep() | pb.StepDone():
-                alone.append((message, tensors))
-    return _joined(said) + alone
+        if isinstance(message, pb.Values):
+            values.append((message, tensors))
+        else:
+            others.append((message, tensors))
+    to_start = to_report = 0  # values that have none yet
+    alone: list[Message] = []
+    for message, tensors in others:
+        if isinstance(message, pb.StartStep) and to_start < len(values):
+            values[to_start][0].start.CopyFrom(message)
+            to_start += 1
+        elif (
+            isinstance(message, pb.StepDone) and not tensors and to_report < len(values)
+        ):
+            values[to_report][0].done.CopyFrom(message)
+            to_report += 1
+        else:
+            alone.append((message, tensors))
+    return [*(values if len(values) < 2 else _joined(values)), *alone]
 
 
 def apart(header: pb.Values, tensors: Tensors) -> Iterator[tuple[pb.Values, Tensors]]:
@@ -173,13 +186,13 @@ def apart(header: pb.Values, tensors: Tensors) -> Iterator[tuple[pb.Values, Tens
         at += one.count
 
 
-def _joined(said: Sequence[Message]) -> list[Message]:
-    """Returns the values of what is said, in as few frames as their size allows."""
+def _joined(
+    values: Sequence[tuple[pb.Values, Tensors]],
+) -> list[tuple[pb.Values, Tensors]]:
+    """Returns values in as few frames as their size allows."""
     frames: list[tuple[pb.Values, list[np.ndarray[Any, Any]]]] = []
     nbytes = 0
-    for message, tensors in said:
-        if not isinstance(message, pb.Values):
-            continue
+    for message, tensors in values:
         own = sum([tensor.nbytes for tensor in tensors])
         nbytes += own
         if not frames or nbytes > TOGETHER_BYTES:
