@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from jgraph.train.strategies.async_runner import AsyncPS
     from jgraph.train.strategies.autoscale import AutoScale
     from jgraph.train.strategies.elastic import Elastic
+    from jgraph.train.strategies.federated import Federated
     from jgraph.train.strategies.local import Local
     from jgraph.train.strategies.local_sgd import LocalSGD
     from jgraph.train.strategies.sync_runner import SyncPS
@@ -90,6 +91,7 @@ _HOMES = {
     "Local": "jgraph.train.strategies.local",
     "LocalCluster": "jgraph.launch.local.cluster",
     "LocalSGD": "jgraph.train.strategies.local_sgd",
+    "Federated": "jgraph.train.strategies.federated",
     "MLflow": "jgraph.train.run.trackers",
     "ModelServer": "jgraph.serving.model_server",
     "NanGuard": "jgraph.train.run.callbacks",
@@ -145,6 +147,7 @@ __all__ = [
     "EarlyStopping",
     "Elastic",
     "ExportedModel",
+    "Federated",
     "Graph",
     "GreedyLoadBalancing",
     "HashTable",

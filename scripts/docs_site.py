@@ -36,6 +36,7 @@ GROUPS: Final = {
         "SyncPS",
         "LocalSGD",
         "Privacy",
+        "Federated",
         "Local",
         "Elastic",
         "AutoScale",

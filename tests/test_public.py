@@ -22,6 +22,7 @@ PUBLIC = [
     "EarlyStopping",
     "Elastic",
     "ExportedModel",
+    "Federated",
     "Graph",
     "GreedyLoadBalancing",
     "HashTable",

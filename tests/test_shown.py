@@ -28,6 +28,7 @@ from jgraph.train.checkpoint.flax_checkpoints import Imported
 from jgraph.train.run.members import RunMember, RunMembers
 from jgraph.train.run.notebook import CellView
 from jgraph.train.run.report import Report
+from jgraph.train.run.rounds import Round, Rounds
 from jgraph.train.run.standings import WorkerStanding
 from tests.support.shown_html import EVIL, Tags
 
@@ -88,6 +89,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         "AutoScale": jg.AutoScale(),
         "Elastic": jg.Elastic(workers=(1, 4)),
         "Run.members": RunMembers([RunMember(TaskName(EVIL), EVIL, 0.0, 3, 1.0)]),
+        "Run.rounds": Rounds(
+            [Round(1, (TaskName(EVIL),), {TaskName(EVIL): EVIL}, 9, 4096, 0.5)]
+        ),
         "EarlyStopping": jg.EarlyStopping(EVIL),
         "NanGuard": jg.NanGuard(),
         "StopAtStep": jg.StopAtStep(10),
@@ -100,6 +104,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         "JGError": FeedError(EVIL),
         "Local": jg.Local(),
         "LocalSGD": jg.LocalSGD(sync_every=20),
+        "Federated": jg.Federated(local_epochs=5, fraction=0.1, min_clients=8),
         "Pipeline": pipe,
         "Privacy": jg.Privacy(noise_multiplier=1.1, clip=1.0, delta=1e-5),
         "RoundRobin": jg.RoundRobin(),
@@ -194,6 +199,7 @@ SHOWN = [
     *("Session.make_callable", "Session.run_metadata", "Session.plan", "Run"),
     *(
         "Run.members",
+        "Run.rounds",
         "Run.profile",
         "Run.serve",
         "Trainer.plan",

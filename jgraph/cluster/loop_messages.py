@@ -13,6 +13,7 @@ from jgraph.coordination.data.slots import Lease, SlotPlan
 from jgraph.coordination.run.recovery import Recovery
 from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.coordination.step.finite import FiniteCheck
+from jgraph.coordination.sync.rounds import RoundRecord, RoundRule
 from jgraph.errors import JGError
 from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -95,6 +96,7 @@ class SyncRequest:
       halt_s: or until so long.
       cut: how batches are cut into pieces; None: a step of a replica is of one batch.
       entropy: shape of the feed of random bits that each update gets; empty: none.
+      rule: how many replicas are invited to an update; None: all take part.
     """
 
     gate: str
@@ -108,6 +110,7 @@ class SyncRequest:
     halt_s: float = 0.0
     cut: Cut | None = None
     entropy: Sequence[int] = ()
+    rule: RoundRule | None = None
 
 
 @final
@@ -209,6 +212,8 @@ class LoopReport:
       restored: "restored": what the run lost, and to where it went back; ``number`` is
         that of the time.
       pieces: batches of the steps, where these are of several.
+      rounds: of synchronous training to which some are invited: who took part, by task,
+        and seconds from the first contribution to the decision.
     """
 
     replica: int
@@ -237,6 +242,8 @@ class LoopReport:
     def batches(self) -> int:
         """How many batches, or pieces of them, the steps were of."""
         return self.pieces or len(self.steps)
+
+    rounds: tuple[tuple[RoundRecord, float], ...] = ()
 
 
 def report_of(request: LoopRequest, message: Frame) -> LoopReport:
@@ -279,6 +286,13 @@ def _report(replica: int, task: TaskName, message: Frame) -> LoopReport:
         in_flight=body.in_flight,
         restored=recovery_of(body),
         pieces=body.pieces,
+        rounds=tuple(
+            (
+                RoundRecord(one.number, tuple(one.members), dict(one.dropped)),
+                one.wait_s,
+            )
+            for one in body.rounds
+        ),
     )
 
 
@@ -365,6 +379,7 @@ def plain(plan: SlotPlan) -> str:
 def _sync_order(request: SyncRequest | None) -> pb.SyncOrder | None:
     if request is None:
         return None
+    rule = request.rule
     return pb.SyncOrder(
         gate=request.gate,
         version=request.version,
@@ -377,6 +392,8 @@ def _sync_order(request: SyncRequest | None) -> pb.SyncOrder | None:
         halt_s=request.halt_s,
         cut=None if request.cut is None else _cut_order(request.cut),
         entropy=request.entropy,
+        rounds=rule
+        and pb.RoundRule(fraction=rule.fraction, least=rule.least, seed=rule.seed),
     )
 
 
@@ -392,6 +409,14 @@ def cut_of(order: pb.SyncOrder) -> Cut | None:
         return None
     cut = order.cut
     return Cut(max(1, cut.each), cut.total, max(1, cut.most), cut.measured)
+
+
+def rule_of(order: pb.SyncOrder) -> RoundRule | None:
+    """Returns how many replicas are invited to an update; None: all take part."""
+    if not order.HasField("rounds"):
+        return None
+    rule = order.rounds
+    return RoundRule(rule.fraction, rule.least, rule.seed)
 
 
 def source_info(reader: Reader) -> pb.SourceInfo:

@@ -28,7 +28,7 @@ from jgraph.train.checkpoint.remote_saver import (
 )
 from jgraph.train.checkpoint.saver import Saver, Snapshot, Take
 from jgraph.train.data.data import Data, Dataset
-from jgraph.train.data.source import Source, as_source_or_dataset
+from jgraph.train.data.source import Source
 from jgraph.train.evaluation.evaluations import Evaluation, Evaluations
 from jgraph.train.evaluation.evaluator_task import as_evaluated, make_evaluations
 from jgraph.train.model.trees import Tree
@@ -40,6 +40,7 @@ from jgraph.train.strategies.strategies import (
     batches_per_update,
     dealt,
     examples_of,
+    open_data,
     rate_of,
 )
 
@@ -169,17 +170,25 @@ class Attempts:
         request = self._request
         if request.steps is not None or request.epochs is None:
             return request.steps or 0
+        if dataset.of is not None:
+            raise ConfigError(
+                "Federated counts rounds, in each of which a client trains "
+                f"local_epochs on its data; write steps={request.epochs} in place "
+                "of epochs="
+            )
         batches = dataset.batches_per_epoch(self._batch_size)
         each = batches_per_update(self._config.cluster, self._config.strategy)
         return max(1, request.epochs * batches // each)
 
     def _open(self) -> _Datasets:
         config, request = self._config, self._request
-        dataset = as_source_or_dataset(
+        dataset = open_data(
             request.data,
             config.cluster,
-            finite=config.check_finite,
+            config.strategy,
             batch_size=request.batch_size,
+            seed=config.seed,
+            finite=config.check_finite,
             known=self._parts.trained_on,
         )
         evaluated = as_evaluated(request.eval_data, config.cluster, dataset)

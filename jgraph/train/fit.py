@@ -160,6 +160,7 @@ class Fit:
             self.history.add_epsilon(updates, seconds, spending.epsilon)
         self.history.staleness = runner.staleness()
         self.history.members = runner.members()
+        self.history.rounds = runner.rounds()
         self.history.events = runner.state.events()
         return values, runner.position()
 

@@ -30,6 +30,7 @@ from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Runner
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.strategies.async_runner import AsyncRunner
+from jgraph.train.strategies.federated import Federated
 from jgraph.train.strategies.local import Local
 from jgraph.train.strategies.local_sgd import LocalSGD
 from jgraph.train.strategies.owners import tables_in
@@ -134,11 +135,13 @@ class TrainerBuild:
             config.loss,
             seed=config.seed,
             variables=config.variables,
-            data=data,
+            data=None if data is None else data.of_examples,
             wrt=config.wrt,
         )
         step = self._step(adapter, container, data, tables)
-        runner = make_runner(step, config.cluster, config.strategy, config.clock)
+        runner = make_runner(
+            *(step, config.cluster, config.strategy, config.clock), config.seed
+        )
         evaluator_task = None  # metrics with a state of their own are evaluated here
         if config.observed is None:
             evaluator_task = make_evaluator_task(
@@ -160,7 +163,7 @@ class TrainerBuild:
         parts = self.build(dataset)
         # Refuses a batch size that is too large.
         dataset.plan(batch_size, self._config.seed)
-        with naming_data(dataset, batch_size):
+        with naming_data(dataset.of_examples, batch_size):
             parts[1].prepare(dataset, batch_size)
         self.trained_on = dataset
         return parts
@@ -286,8 +289,9 @@ class TrainerBuild:
             why = "with privacy= each example's gradient is of all parameters"
             check_whole(adapter.tables, why)
             sparse = "off"
-        if isinstance(config.strategy, LocalSGD):
-            why = "LocalSGD reads all parameters at the begin of a round"
+        if isinstance(config.strategy, LocalSGD | Federated):
+            kind = type(config.strategy).__name__
+            why = f"{kind} reads all parameters at the begin of a round"
             check_whole(adapter.tables, why)
             local, sparse = config.strategy.rule(config.tx), "off"
             tx = config.strategy.outer_optimizer

@@ -23,7 +23,7 @@ from jgraph.train.checkpoint import checkpoint as checkpoints
 from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.checkpoint.flax_checkpoints import Imported
 from jgraph.train.data.data import Data, Dataset, as_dataset
-from jgraph.train.data.source import Source, as_source_or_dataset
+from jgraph.train.data.source import Source
 from jgraph.train.fit import (
     Fit,
     check_counts,
@@ -52,6 +52,7 @@ from jgraph.train.strategies.strategies import (
     choose_strategy,
     dealt,
     examples_of,
+    open_data,
     replica_names,
 )
 from jgraph.train.tables.row_step import Sparse
@@ -312,8 +313,11 @@ class Trainer:
         if data is not None:
             with show_wait("tracing and placing"):
                 config, trained_on = self._config, self._parts.trained_on
-                dataset = as_source_or_dataset(
-                    data, config.cluster, batch_size=batch_size, known=trained_on
+                dataset = open_data(
+                    *(data, config.cluster, config.strategy),
+                    batch_size=batch_size,
+                    seed=config.seed,
+                    known=trained_on,
                 )
                 examples = examples_of(config.strategy, dataset, batch_size)
                 dataset = dealt(config.strategy, config.cluster, dataset)
@@ -358,7 +362,9 @@ class Trainer:
         step, runner, evaluator = self._build(data)
         with show_wait("predicting"):
             tree = step.unflatten(runner.state.values(model_only=True))
-            return evaluator.predict(tree, data, batch_size, fn, self._parts.trained_on)
+            trained_on = self._parts.trained_on
+            known = None if trained_on is None else trained_on.of_examples
+            return evaluator.predict(tree, data, batch_size, fn, known)
 
     @short_traceback
     def model(self) -> Any:

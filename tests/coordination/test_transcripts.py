@@ -10,6 +10,7 @@ from jgraph.coordination.data.shares import Cut, Shares
 from jgraph.coordination.data.slots import Part, SlotPlan
 from jgraph.coordination.data.sync_data import SyncData
 from jgraph.coordination.sync import aggregation
+from jgraph.coordination.sync.rounds import RoundRule
 from jgraph.graph.ir import TaskName
 from tests.support.transcripts import replayed, rows_of
 
@@ -29,16 +30,23 @@ def arbiter(
     wanted: int,
     steps: int,
     halt_every: Sequence[int] = (),
+    fraction: float = 0.0,
+    least: int = 1,
 ) -> aggregation.Arbiter:
-    """An arbiter after 5 updates, with replica a on worker 0, b on worker 1, ..."""
+    """An arbiter after 5 updates, with replica a on worker 0, b on worker 1, ...
+
+    With a fraction some of them are invited to an update.
+    """
+    rule = RoundRule(fraction, least, seed=1) if fraction else None
     return aggregation.Arbiter(
         shards,
         {name: TaskName(f"/job:worker/task:{i}") for i, name in enumerate(replicas)},
-        SyncData(slots(100), replicas),
+        SyncData(slots(100), replicas, own=rule is not None),
         wanted=wanted,
         version=5,
         steps=steps,
         halt_every=halt_every,
+        rule=rule,
     )
 
 

@@ -15,7 +15,9 @@ With ``shares`` a replica computes several neighbours in one step, as many as it
 of the update is: they are dealt, counted and given back together.
 
 What a lost replica held is suspected of ending it and dealt alone, one batch at a time,
-so that a third death has one cause only, whose name the run then ends with.
+so that a third death has one cause only, whose name the run then ends with. Where each
+replica has data of its own, a number says nothing of what it trains on, and nothing is
+suspected.
 """
 
 from collections import deque
@@ -43,6 +45,7 @@ class SyncData:
       replicas: who takes part, in the order in which a round is dealt.
       position: where to begin, see ``BatchBook``.
       shares: how many batches a step of each replica is of; None: of one.
+      own: each replica has data of its own.
 
     Example:
       >>> from jgraph.coordination.data.slots import Part
@@ -60,9 +63,11 @@ class SyncData:
         replicas: Iterable[str],
         position: Mapping[str, Any] | None = None,
         shares: Shares | None = None,
+        *,
+        own: bool = False,
     ) -> None:
         self._book = BatchBook(plan, position)
-        self._shares = shares
+        self._shares, self._own = shares, own
         # Of a round: the steps that replicas will get when they ask.
         self._reserved: dict[str, deque[Places]] = {name: deque() for name in replicas}
         # What replicas hold: the places of each step, by the number of the first.
@@ -152,6 +157,20 @@ class SyncData:
         """Whether a replica holds the batch of this number."""
         return self._holder.get(number) == replica
 
+    def held(self, replica: str) -> tuple[Lease, ...]:
+        """Returns what a replica holds."""
+        held = self._held.get(replica, {})
+        return tuple(self._book.order.leases(p for each in held.values() for p in each))
+
+    def release(self, replica: str) -> None:
+        """A replica has forgotten what it held; it is dealt again."""
+        self._give_back([*self._held.get(replica, ())])
+
+    def _give_back(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            for place in self._let_go(number)[1]:
+                self._book.give_back(place)
+
     def counted(self, number: int) -> Places:
         """The batches of a step are part of an update; returns their places."""
         _, places = self._let_go(number)
@@ -185,6 +204,9 @@ class SyncData:
                 self._book.give_back(place)
         held = self._held.get(replica, {})
         lost = [number for number in held if number not in computed]
+        if self._own:
+            self._give_back(lost)
+            return None
         return self._book.lose([p for number in lost for p in self._let_go(number)[1]])
 
     def _let_go(self, number: int) -> tuple[str, Places]:

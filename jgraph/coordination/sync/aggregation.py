@@ -11,6 +11,8 @@ every ps let it read at one and the same version, and has it before that version
 decided; the others are late, dropped, and counted for their replica. Who decides also
 deals out the data, so that each batch counts exactly once; see ``sync_data``.
 
+With a ``RoundRule`` only some replicas are invited to an update; see ``rounds``.
+
     gate     open at v --(decided v)--> closed --(applied)--> open at v+1
     arbiter  collecting v --(enough)--> applying --(applied)--> collecting v+1
 
@@ -26,6 +28,7 @@ from typing import TypeAlias, final
 
 from jgraph.coordination.data.slots import Lease
 from jgraph.coordination.data.sync_data import SyncData
+from jgraph.coordination.sync.rounds import RoundRecord, RoundRule, Rounds
 from jgraph.errors import DeadlineError, JGError
 from jgraph.graph.ir import TaskName
 
@@ -56,6 +59,14 @@ class DataAsked:
     batches: int
     idle: bool = False
     piece_s: float = 0.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AskEnded:
+    """A replica whose question was not answered asks no more, or asks anew."""
+
+    replica: str
 
 
 @final
@@ -119,6 +130,7 @@ class MasterHeard:
 Event: TypeAlias = (
     Contributed
     | DataAsked
+    | AskEnded
     | ReplicaLost
     | Applied
     | NotApplied
@@ -237,6 +249,7 @@ class Arbiter:
         version: int,
         steps: int,
         halt_every: Iterable[int] = (),
+        rule: RoundRule | None = None,
     ) -> None:
         self._shards = frozenset(shards)
         self._replicas = dict(replicas)
@@ -256,6 +269,12 @@ class Arbiter:
         self._news: dict[TaskName, dict[Step, int]] = {s: {} for s in self._shards}
         self._whole: defaultdict[int, dict[int, Step]] = defaultdict(dict)
         self._chosen: list[int] = []  # places of the batches of the newest update
+        self._rounds = None
+        if rule is not None:
+            by_task = sorted(replicas, key=replicas.__getitem__)
+            self._rounds = Rounds(rule, by_task, data, version)
+        self.round: RoundRecord | None = None
+        """Who takes part in the update that was decided last, if some are invited."""
         self.dropped: Counter[str] = Counter()
         """Contributions that came too late, by replica."""
 
@@ -267,12 +286,14 @@ class Arbiter:
     @property
     def needed(self) -> int:
         """How many contributions the next update takes."""
+        if self._rounds is not None:
+            return self._rounds.needed
         return max(1, min(self._wanted, len(self._alive)))
 
     def handle(self, event: Event) -> list[Instruction]:
         """Takes an event; returns what to do now."""
         if isinstance(event, DataAsked):
-            return [DealData(event.replica, self._deal(event))]
+            return self._deal(event)
         if self._over:
             return []
         match event:
@@ -284,17 +305,25 @@ class Arbiter:
                 return self._applied()
             case GoOnAsked(version):
                 self._halted = self._halted and version != self._version
-            case StopAsked() | MasterSilent() | MasterHeard():
+            case StopAsked() | MasterSilent() | MasterHeard() | AskEnded():
                 self._note(event)
             case NotApplied(error):
                 self._data.take_back(self._chosen)
                 return self._finish("failed", error)
             case TimeIsUp(timeout_s):
-                return self._finish("failed", self._late(timeout_s))
+                return self._time_is_up(timeout_s)
         return self._go_on()
 
-    def _note(self, event: StopAsked | MasterSilent | MasterHeard) -> None:
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._over
+
+    def _note(self, event: StopAsked | MasterSilent | MasterHeard | AskEnded) -> None:
         match event:
+            case AskEnded(replica):
+                if self._rounds is not None:
+                    self._rounds.forget(replica)
             case StopAsked(pause):
                 self._stopping = self._stopping or ("paused" if pause else "stopped")
             case _:
@@ -303,23 +332,49 @@ class Arbiter:
     def _applied(self) -> list[Instruction]:
         self._applying = False
         self._version += 1
+        if self._rounds is not None:
+            self._rounds.begin(self._version)
         if any(self._version % every == 0 for every in self._halt_every):
             self._halted = self._version < self._end and not self._stopping
         return [Halt(self._version)] if self._halted else self._go_on()
 
-    def _deal(self, asked: DataAsked) -> tuple[Lease, ...] | None:
-        if self._over or asked.replica not in self._alive:
-            return None
+    def _deal(self, asked: DataAsked) -> list[Instruction]:
+        replica = asked.replica
+        if self._over or replica not in self._alive:
+            return [DealData(replica, None)]
+        if self._rounds is not None:
+            if not asked.idle:
+                return [DealData(replica, ())]
+            self._rounds.ask(replica)
+            return self._invite()
         together = len(self._alive) <= self._wanted
-        self._data.learn(asked.replica, asked.piece_s)
-        return self._data.deal(
-            asked.replica, asked.batches, together=together, idle=asked.idle
+        self._data.learn(replica, asked.piece_s)
+        leases = self._data.deal(
+            replica, asked.batches, together=together, idle=asked.idle
         )
+        return [DealData(replica, leases)]
+
+    def _invite(self) -> list[Instruction]:
+        """Answers the open questions of those who are invited to the next update."""
+        stands = self._applying or self._halted or self._unsupervised or self._over
+        if self._rounds is None or stands:
+            return []
+        there = {step[0] for step in self._whole[self._version].values()}
+        return [DealData(who, leases) for who, leases in self._rounds.deals(there)]
+
+    def _time_is_up(self, timeout_s: float) -> list[Instruction]:
+        if self._rounds is not None and not self._applying:
+            self._rounds.hurry()
+            if said := self._go_on():
+                return said
+        return self._finish("failed", self._late(timeout_s))
 
     def _lose(self, replica: str) -> list[Instruction]:
         if replica not in self._alive:
             return []
         self._alive.remove(replica)
+        if self._rounds is not None:
+            self._rounds.lose(replica)
         for news in self._news.values():
             for step in [s for s in news if s[0] == replica]:
                 del news[step]
@@ -375,7 +430,7 @@ class Arbiter:
         if not whole and not self._alive:
             return self._finish("alone")
         if self._unsupervised or len(whole) < self.needed:
-            return []
+            return self._invite()
         # First come, first counted.
         there = list(whole.items())
         chosen, late = there[: self.needed], there[self.needed :]
@@ -384,19 +439,31 @@ class Arbiter:
         for slot, step in late:
             self._drop(slot, step)
         self._applying = True
+        if self._rounds is not None:
+            self.round = self._rounds.over(step[0] for _, step in chosen)
         return [Decide(self._version, tuple(step for _, step in sorted(chosen)))]
 
     def _finish(self, state: str, error: JGError | None = None) -> list[Instruction]:
         self._over = True
-        return [End(state, error)]
+        asking = () if self._rounds is None else self._rounds.asking
+        return [End(state, error), *(DealData(replica, None) for replica in asking)]
 
     def _late(self, timeout_s: float) -> DeadlineError:
         if self._applying:
             what, missing = "its update was not applied", sorted(self._shards)
         else:
             there = {step[0] for step in self._whole[self._version].values()}
-            missing = sorted(self._replicas[r] for r in self._alive - there)
+            asked = self._alive if self._rounds is None else self._rounds.invited
+            missing = sorted(self._replicas[r] for r in set(asked) - there)
             what = f"it has {len(there)} of {self.needed} contributions"
+        if self._rounds is not None:
+            return DeadlineError(
+                f"round {self._version} was not over after {timeout_s:g} s: {what}; "
+                f"still to come: {', '.join(missing) or 'nobody who is there'}. Look "
+                "at these tasks with `jgraph status`, or give Federated(…) a smaller "
+                "min_clients or a larger round_timeout_s",
+                pending=missing,
+            )
         return DeadlineError(
             f"global step {self._version} was not done after {timeout_s:g} s: {what}; "
             f"still to come: {', '.join(missing)}. Look at these tasks with `jgraph "

@@ -2189,6 +2189,7 @@ class LoopReport(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     PIECES_FIELD_NUMBER: _builtins.int
     QUESTION_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"running", "done", "stopped"; synchronous: "paused", "alone"; of a run that looks
     after its tasks also "lost" and "restored".
@@ -2242,6 +2243,10 @@ class LoopReport(_message.Message):
     def question(self) -> Global___RunQuestion:
         """"asks": to the client that began the run"""
 
+    @_builtins.property
+    def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoundReport]:
+        """that were decided since the last report"""
+
     def __init__(
         self,
         *,
@@ -2264,10 +2269,11 @@ class LoopReport(_message.Message):
         task: _builtins.str = ...,
         pieces: _builtins.int = ...,
         question: Global___RunQuestion | None = ...,
+        rounds: _abc.Iterable[Global___RoundReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "question", b"question", "restored", b"restored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "halted", b"halted", "handle", b"handle", "in_flight", b"in_flight", "loop", b"loop", "number", b"number", "pieces", b"pieces", "question", b"question", "replica", b"replica", "restored", b"restored", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "task", b"task", "times", b"times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "halted", b"halted", "handle", b"handle", "in_flight", b"in_flight", "loop", b"loop", "number", b"number", "pieces", b"pieces", "question", b"question", "replica", b"replica", "restored", b"restored", "rounds", b"rounds", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "task", b"task", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2433,6 +2439,7 @@ class SyncOrder(_message.Message):
     HALT_S_FIELD_NUMBER: _builtins.int
     CUT_FIELD_NUMBER: _builtins.int
     ENTROPY_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
     gate: _builtins.str
     version: _builtins.int
     """updates applied so far"""
@@ -2466,6 +2473,10 @@ class SyncOrder(_message.Message):
         operating system, new ones for each update. Empty: it has no such feed.
         """
 
+    @_builtins.property
+    def rounds(self) -> Global___RoundRule:
+        """some replicas are invited; unset: all take part"""
+
     def __init__(
         self,
         *,
@@ -2480,10 +2491,11 @@ class SyncOrder(_message.Message):
         halt_s: _builtins.float = ...,
         cut: Global___BatchCut | None = ...,
         entropy: _abc.Iterable[_builtins.int] | None = ...,
+        rounds: Global___RoundRule | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "rounds", b"rounds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "data_position", b"data_position", "entropy", b"entropy", "gate", b"gate", "halt_every", b"halt_every", "halt_s", b"halt_s", "handles", b"handles", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "data_position", b"data_position", "entropy", b"entropy", "gate", b"gate", "halt_every", b"halt_every", "halt_s", b"halt_s", "handles", b"handles", "rounds", b"rounds", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2522,6 +2534,93 @@ class BatchCut(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BatchCut: _TypeAlias = BatchCut  # noqa: Y015
+
+@_typing.final
+class RoundRule(_message.Message):
+    """How many replicas are invited to an update: `fraction` of those there are, rounded up,
+    and never fewer than `least`. The seed decides who.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRACTION_FIELD_NUMBER: _builtins.int
+    LEAST_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    fraction: _builtins.float
+    least: _builtins.int
+    seed: _builtins.int
+    def __init__(
+        self,
+        *,
+        fraction: _builtins.float = ...,
+        least: _builtins.int = ...,
+        seed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fraction", b"fraction", "least", b"least", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundRule: _TypeAlias = RoundRule  # noqa: Y015
+
+@_typing.final
+class RoundReport(_message.Message):
+    """An update to which some replicas were invited."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DroppedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """updates applied before"""
+    wait_s: _builtins.float
+    """from the first contribution to the decision"""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """tasks whose contributions count"""
+
+    @_builtins.property
+    def dropped(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """other tasks that were invited, and why not"""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        members: _abc.Iterable[_builtins.str] | None = ...,
+        dropped: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        wait_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "members", b"members", "number", b"number", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundReport: _TypeAlias = RoundReport  # noqa: Y015
 
 @_typing.final
 class OpenGate(_message.Message):

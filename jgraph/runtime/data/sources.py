@@ -13,6 +13,7 @@ from jgraph._compat import narrow_types, wide_types
 from jgraph.coordination.data.slots import Part, Rows, Shuffle
 from jgraph.errors import ForbiddenSourceError, JGError, SourceError
 from jgraph.runtime.data.batches import Array, ArrayReader, Field, Reader
+from jgraph.runtime.data.client_rounds import RoundReader
 from jgraph.runtime.data.record_files import (
     ArrayRecordFile,
     RecordReader,
@@ -21,14 +22,16 @@ from jgraph.runtime.data.record_files import (
 )
 
 
-def open_source(spec: Mapping[str, Any], allowed: Sequence[str]) -> Reader:
+def open_source(
+    spec: Mapping[str, Any], allowed: Sequence[str], index: int | None = None
+) -> Reader:
     """Opens a source.
 
     Args:
       spec: ``kind`` and what that needs; see ``jgraph.train.data.source``. ``wide``:
-        the
-        program has 64-bit types, whatever this task has by itself.
+        the program has 64-bit types, whatever this task has by itself.
       allowed: patterns of import paths that may be called.
+      index: of the task, for which ``{task}`` in a path stands; None: nothing does.
 
     Raises:
       SourceError: no such file, a damaged one, or files of different schemas.
@@ -37,7 +40,18 @@ def open_source(spec: Mapping[str, Any], allowed: Sequence[str]) -> Reader:
     if missing := [field for field in _fields(spec) if field not in spec]:
         raise SourceError(f"a data source comes without its '{missing[0]}'")
     wide = bool(spec.get("wide"))
+    if index is not None and "{task}" in str(spec.get("path")):
+        spec = {**spec, "path": str(spec["path"]).replace("{task}", str(index))}
     match spec["kind"]:
+        case "rounds":
+            return RoundReader(
+                open_source(spec["of"], allowed, index),
+                epochs=int(spec["epochs"]),
+                batch_size=int(spec["batch_size"]),
+                steps=int(spec["steps"]),
+                seed=int(spec["seed"]) + (index or 0),
+                each=int(spec["each"]),
+            )
         case "npz":
             return ArrayReader(_npz(str(spec["path"]), wide))
         case "parquet":
@@ -65,6 +79,7 @@ def _fields(spec: Mapping[str, Any]) -> tuple[str, ...]:
         "tfrecord": ("path", "features"),
         "array_record": ("path", "features"),
         "grain": ("function", "arguments"),
+        "rounds": ("of", "epochs", "batch_size", "steps", "seed", "each"),
     }
     return ("kind", *kinds.get(str(spec.get("kind")), ()))
 

@@ -11,14 +11,16 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from jgraph.clock import Clock
-from jgraph.cluster.loop_messages import cut_of, deal_of, finite_check_of
+from jgraph.cluster.loop_messages import cut_of, deal_of, finite_check_of, rule_of
 from jgraph.coordination.data.shares import Shares
-from jgraph.coordination.data.slots import Lease, SlotPlan
+from jgraph.coordination.data.slots import SlotPlan
 from jgraph.coordination.data.sync_data import SyncData
 from jgraph.coordination.liveness.master_lease import LeaseTracker
 from jgraph.coordination.sync.aggregation import (
     Applied,
     Arbiter,
+    AskEnded,
+    Contributed,
     DataAsked,
     DealData,
     Decide,
@@ -39,6 +41,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.compute_errors import as_error
 from jgraph.server.gates.gates import Decides, Gates
+from jgraph.server.loops.dealer import ANSWER_S
 from jgraph.server.loops.halt_timer import HaltTimer
 from jgraph.server.loops.master_lease import MasterLease
 from jgraph.server.loops.reports import LoopReports
@@ -84,8 +87,11 @@ class ArbiterLoop:
             self._replicas,
             json.loads(sync.data_position),
             shares=None if cut is None else Shares(cut),
+            own=sync.HasField("rounds"),
         )
-        self._answer: tuple[Lease, ...] | None = None
+        self._answers: dict[str, asyncio.Future[pb.DataDeal]] = {}
+        self._rounds: list[pb.RoundReport] = []  # not reported yet
+        self._first_at: float | None = None  # when the first of a round contributed
         self._finite = finite_check_of(order)
         self._machine = Arbiter(
             map(TaskName, sync.shards),
@@ -95,6 +101,7 @@ class ArbiterLoop:
             version=sync.version,
             steps=order.steps,
             halt_every=sync.halt_every,
+            rule=rule_of(sync),
         )
         self._halts = HaltTimer(order.loop, self.go_on)
         self._events: deque[Event] = deque()
@@ -140,13 +147,20 @@ class ArbiterLoop:
                 self._take(ReplicaLost(handle))
 
     async def ask(self, question: pb.AskData) -> pb.DataDeal:
-        """Answers a worker that asks for batches, at once."""
-        self._take(
-            DataAsked(
-                question.handle, question.batches, question.idle, question.piece_s
-            )
-        )
-        return deal_of(self._answer)
+        """Answers a worker that asks for batches: at once, unless some are invited."""
+        handle = question.handle
+        answer = asyncio.get_running_loop().create_future()
+        self._answers[handle] = answer
+        asked = question.batches, question.idle, question.piece_s
+        self._take(DataAsked(handle, *asked))
+        try:
+            return await asyncio.wait_for(answer, ANSWER_S)
+        except TimeoutError:
+            return deal_of(())
+        finally:
+            if self._answers.get(handle) is answer:
+                del self._answers[handle]
+                self._take(AskEnded(handle))
 
     async def reports(self) -> AsyncIterator[Frame]:
         """Runs the loop to its end; yields reports, the last with its final state.
@@ -179,13 +193,18 @@ class ArbiterLoop:
         remaining_s = self._progress_at + limit - self._clock.now()
         if remaining_s <= 0:
             self._take(TimeIsUp(limit))
-            return
+            if self._machine.is_over:
+                return
+            # A round goes on without those who are late.
+            self._progress_at, remaining_s = self._clock.now(), limit
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(remaining_s, self._watch_time)
 
     def _take(self, event: Event) -> None:
         # One after the other: carrying out an instruction may bring the next event.
         self._events.append(event)
+        if isinstance(event, Contributed) and self._first_at is None:
+            self._first_at = self._clock.now()
         if self._handling:
             return
         self._handling = True
@@ -199,17 +218,36 @@ class ArbiterLoop:
     def _perform(self, instruction: Instruction) -> None:
         match instruction:
             case Decide(version, steps):
+                self._note_round()
                 self._gates.decide(self._gate, steps)
                 self._apply(version, len(steps))
             case Void(step):
                 self._gates.void(self._gate, step)
-            case DealData(_, leases):
-                self._answer = leases
+            case DealData(replica, leases):
+                answer = self._answers.get(replica)
+                if answer is not None and not answer.done():
+                    answer.set_result(deal_of(leases))
             case Halt(version):
                 self._halts.begin(version, self._order.sync.halt_s)
                 self._report("running", version)
             case End(state, error):
                 self._end(state, error)
+
+    def _note_round(self) -> None:
+        """Notes who takes part in the update that was decided now."""
+        if (record := self._machine.round) is None:
+            return
+        now, task = self._clock.now(), self._replicas
+        first = now if self._first_at is None else self._first_at
+        self._first_at = None
+        self._rounds.append(
+            pb.RoundReport(
+                number=record.number,
+                members=[task[name] for name in record.members],
+                dropped={task[name]: why for name, why in record.dropped.items()},
+                wait_s=now - first,
+            )
+        )
 
     def _apply(self, version: int, count: int) -> None:
         unwell: list[JGError] = []
@@ -261,9 +299,14 @@ class ArbiterLoop:
             for handle, count in self._machine.dropped.items()
         }
         position = json.dumps(self._data.state())
+        rounds, self._rounds = self._rounds, []
         self.record.send(
             pb.LoopReport(
-                state=state, dropped=dropped, data_position=position, halted=halted
+                state=state,
+                dropped=dropped,
+                data_position=position,
+                halted=halted,
+                rounds=rounds,
             )
         )
 

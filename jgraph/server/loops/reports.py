@@ -87,6 +87,7 @@ class LoopReports:
                 header.data_position = sent.data_position
                 header.dropped.update(sent.dropped)
                 header.pieces += sent.pieces
+                header.rounds.extend(sent.rounds)
                 rows += of_it
                 for name, seconds in sent.times.items():
                     header.times[name] += seconds

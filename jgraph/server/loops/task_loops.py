@@ -22,6 +22,7 @@ from jgraph.errors import (
     UnknownDeviceError,
 )
 from jgraph.failpoints import failpoint
+from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -143,7 +144,8 @@ class TaskLoops:
         with reading("the data source"):
             spec = dict(json.loads(body.source))
         allowed = self._context.allow_sources
-        reader = await self._shell.run(lambda: open_source(spec, allowed))
+        index = DeviceSpec.from_string(self._task).task
+        reader = await self._shell.run(lambda: open_source(spec, allowed, index))
         self._data[body.name] = reader
         yield frame(source_info=source_info(reader))
 

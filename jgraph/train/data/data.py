@@ -88,6 +88,8 @@ class Dataset:
     source: str = ""
     fed: Indexed | Stream | None = None
     """What only this process can read, and workers get from it."""
+    of: "Dataset | None" = None
+    """What clients have, where an example is a round on that."""
     written_first: str = ""
     """Of a dict of arrays the field that the user wrote first; others are sorted."""
     samplers: int = 0
@@ -95,6 +97,11 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(next(iter(self.fields.values())))
+
+    @property
+    def of_examples(self) -> "Dataset":
+        """The data whose batches a loss is given."""
+        return self.of or self
 
     def batch(self, fields: Sequence[Any]) -> Batch:
         """Returns ``fields``, in order, in the structure of the data."""
@@ -405,6 +412,7 @@ def check_alike(reference: Dataset, dataset: Dataset, what: str) -> None:
     Raises:
       DataError: other fields, or a field of another shape or dtype.
     """
+    reference, dataset = reference.of_examples, dataset.of_examples
     if reference.tree != dataset.tree:
         raise DataError(
             f"the data has {dataset.describe()}, and {what} {reference.describe()}; "

@@ -30,7 +30,9 @@ Features = Mapping[str, tuple[str, Sequence[int]]]
 class Source:
     """Data in files, or from a function, that every worker opens itself.
 
-    Every worker must find the same files under the same path. A batch is a dict of
+    Every worker must find the same files under the same path; for ``Federated`` each
+    has files of its own there. ``{task}`` in a path stands for the worker's number. A
+    batch is a dict of
     arrays by the name of the column or feature; a batch of a grain source has the
     structure of its examples. ``.npz`` arrays and grain sources are shuffled over all
     examples; the other files in blocks of a few batches: the order of the blocks, and
@@ -166,20 +168,24 @@ class Source:
         what = self.spec.get("path", self.spec.get("function"))
         return f"Source({self.spec['kind']}, {what!r})"
 
+    def spec_for(self) -> dict[str, Any]:
+        """Returns what a task opens for a program with the types of this one."""
+        # What 64-bit types become is the program's to say, and not the reader's.
+        wide = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+        return {**self.spec, **({"wide": True} if wide else {})}
+
     def open(self, cluster: Cluster | None, tasks: Sequence[TaskName] = ()) -> Dataset:
         """Opens the source on these tasks of the cluster (all workers), or here.
 
         Raises:
           SourceError: see the class; also what differs between two workers.
         """
-        # What 64-bit types become is the program's to say, and not the reader's.
-        wide = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
-        spec = {**self.spec, **({"wide": True} if wide else {})}
+        spec = self.spec_for()
         plain = json.dumps(spec, sort_keys=True)
         if cluster is None:
             reader = open_source(spec, ("*",))
             facts = SourceFacts(dict(reader.fields), reader.parts, reader.shuffle)
-            return Dataset(*_shown(facts), facts=facts, local=reader, source=plain)
+            return Dataset(*shown(facts), facts=facts, local=reader, source=plain)
         workers = list(tasks) or cluster.tasks("worker")
         worker_facts = [open_source_on(cluster, worker, plain) for worker in workers]
         for worker, other in zip(workers, worker_facts, strict=True):
@@ -190,7 +196,7 @@ class Source:
                     "the files alike",
                     task=worker,
                 )
-        return Dataset(*_shown(worker_facts[0]), facts=worker_facts[0], source=plain)
+        return Dataset(*shown(worker_facts[0]), facts=worker_facts[0], source=plain)
 
     def _repr_html_(self) -> str:
         return markup.facts("Source", self.spec)
@@ -232,7 +238,7 @@ def _plain(features: Features) -> dict[str, Any]:
     }
 
 
-def _shown(facts: SourceFacts) -> tuple[dict[str, Any], Any]:
+def shown(facts: SourceFacts) -> tuple[dict[str, Any], Any]:
     """Returns arrays of the right types without memory, and their structure."""
     examples = sum(part.examples for part in facts.parts)
     fields = {

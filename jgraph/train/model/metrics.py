@@ -19,6 +19,9 @@ from jgraph.train.model.trees import path_of
 CONTRIBUTIONS: Final = "contributions"
 """Metric of a synchronous step: of how many contributions its update is the mean."""
 
+LOCAL_STEPS: Final = "local_steps"
+"""Metric of an update from local steps that are not as many for each worker."""
+
 WHOLE: Final = "<whole>"
 """Prefix of the fetch that has the pieces of a metric of whole numbers."""
 

@@ -16,6 +16,7 @@ from jgraph.train.model.metrics import as_float64, is_complex
 from jgraph.train.run.members import RunMembers
 from jgraph.train.run.plot import Curve, Panel, Plot, draw_plot
 from jgraph.train.run.profile import Profile, make_profile
+from jgraph.train.run.rounds import Rounds
 from jgraph.train.state.runner import Chunk, Events, Staleness
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class History:
         """How old gradients were, once the run has ended."""
         self.members = RunMembers()
         """Who took part, once the run has ended."""
+        self.rounds = Rounds()
+        """Who took part in its rounds, once the run has ended."""
         self.events: Events = ()
         """What happened in hash tables, once the run has ended."""
         self._untold = 0

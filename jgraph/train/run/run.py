@@ -15,11 +15,13 @@ from jgraph.runtime.data.batches import Array
 from jgraph.train.data.data import Data
 from jgraph.train.data.source import Source
 from jgraph.train.live.live_model import LiveModel
+from jgraph.train.model.metrics import LOCAL_STEPS
 from jgraph.train.run.history import History
 from jgraph.train.run.members import RunMembers
 from jgraph.train.run.plot import Plot
 from jgraph.train.run.profile import Profile
 from jgraph.train.run.report import Report
+from jgraph.train.run.rounds import Rounds, with_steps
 from jgraph.train.state.runner import Events, Position, Staleness
 from jgraph.view import markup
 
@@ -72,6 +74,9 @@ class Result(Protocol):
 
     def current_members(self) -> RunMembers:
         """Returns who takes part in the run, and who did."""
+
+    def current_rounds(self) -> Rounds:
+        """Returns who took part in each round, if some were invited."""
 
     def current_events(self) -> Events:
         """Returns what has happened in hash tables so far."""
@@ -245,6 +250,24 @@ class Run:
         """
         has_ended = self._done.is_set()
         return self._history.members if has_ended else self._result.current_members()
+
+    def rounds(self) -> Rounds:
+        """Returns the rounds of a federated run: who took part, and who was dropped.
+
+        A row for each, with the steps of its members, their bytes on the way as
+        planned, and how long the first contribution waited for the last. Empty unless
+        the strategy is ``Federated``.
+
+        Example:
+          ``[(r.number, len(r.members), dict(r.dropped)) for r in run.rounds()]``.
+        """
+        has_ended = self._done.is_set()
+        rounds = self._history.rounds if has_ended else self._result.current_rounds()
+        if LOCAL_STEPS not in self.metric_names:
+            return rounds
+        means = self.metrics(LOCAL_STEPS)
+        by_round = zip(means["step"], means["value"], strict=True)
+        return with_steps(rounds, dict(by_round))
 
     def events(self) -> Events:
         """Returns what happened to the ids of hash tables: a row per table and ps.

@@ -18,6 +18,7 @@ from jgraph.runtime.data.batches import Array
 from jgraph.train.data.data import Dataset
 from jgraph.train.hash_tables.hash_state import TableEvent
 from jgraph.train.run.members import RunMembers
+from jgraph.train.run.rounds import Rounds
 from jgraph.train.state.remote_arrays import RunSnapshot
 
 Position: TypeAlias = Mapping[str, Any] | None
@@ -209,6 +210,9 @@ class Runner(Protocol):
 
     def members(self) -> RunMembers:
         """Returns who takes part in the last run."""
+
+    def rounds(self) -> Rounds:
+        """Returns who took part in each of its rounds, if some were invited."""
 
     def plan(self) -> Any:
         """Returns what goes where; prints and shows itself in a notebook."""

@@ -14,6 +14,7 @@ from jgraph.train.evaluation.evaluations import Copy, Evaluation
 from jgraph.train.live.live_model import LiveModel, LiveOptions, serve_live
 from jgraph.train.parts import TrainerBuild
 from jgraph.train.run.members import RunMembers
+from jgraph.train.run.rounds import Rounds
 from jgraph.train.run.run import Predictor
 from jgraph.train.state.runner import Events, Position, Staleness
 
@@ -64,6 +65,10 @@ class TrainingState:
     def current_members(self) -> RunMembers:
         """See ``Result.current_members``."""
         return self._parts.build()[1].members()
+
+    def current_rounds(self) -> Rounds:
+        """See ``Result.current_rounds``."""
+        return self._parts.build()[1].rounds()
 
     def current_events(self) -> Events:
         """See ``Result.current_events``."""

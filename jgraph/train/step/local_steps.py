@@ -10,7 +10,7 @@ Decentralized Data", 2017 (FedAvg); Douillard et al., "DiLoCo: Distributed Low-
 Communication Training of Language Models", 2023.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, final, get_args
 
@@ -21,6 +21,7 @@ import optax
 from jgraph.graph.device import device
 from jgraph.graph.variable import Variable
 from jgraph.plan.program.replicas import own_prefix
+from jgraph.train.model.metrics import LOCAL_STEPS
 from jgraph.train.model.optimizer import CalledOptimizer, Optimizer
 from jgraph.train.model.trees import Tree, path_of
 from jgraph.train.tables.row_step import Computed
@@ -45,15 +46,21 @@ class LocalRule:
       tx: the optimizer of its steps.
       count: steps of a round, at most.
       paced: a round has as many as it is told.
-      weighs: a round counts by its steps; else each counts alike.
+      weighs: a round counts by its steps, or by the examples of its client; else each
+        counts alike.
       inner_state: what becomes of the state of ``tx`` after a round.
+      epochs: of a client's own data in a round, whose batch says how many steps these
+        are; 0: its data is not its own.
+      proximal: how strongly parameters are held to those at the begin of the round.
     """
 
     tx: Optimizer
-    count: int
+    count: int = 0
     paced: bool = False
     weighs: bool = False
     inner_state: InnerState = "keep"
+    epochs: int = 0
+    proximal: float = 0.0
 
 
 @final
@@ -74,6 +81,7 @@ class LocalSteps:
         self.tx = CalledOptimizer(rule.tx)
         """Makes the steps."""
         self.count = rule.count
+        """Steps of a round, at most; 0: a batch says how many."""
         self.variables: tuple[Variable, ...] = ()
         """Those of the worker that the step is planned for; the last counts rounds."""
         if rule.inner_state == "keep":
@@ -102,11 +110,21 @@ class LocalSteps:
     @property
     def note(self) -> str:
         """A line for the plan."""
+        if epochs := self.rule.epochs:
+            return (
+                f"{epochs} epoch{'s' * (epochs > 1)} of a client's own optimizer, on "
+                "its own data, make a contribution"
+            )
         most = "up to " if self.rule.paced else ""
         return f"{most}{self.count} steps of each worker's own optimizer make an update"
 
     def batch(self, round_batch: Any) -> Any:
         """Returns the types of the batch of one step, given those of a round."""
+        if self.rule.epochs:
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype),
+                round_batch["data"],
+            )
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
                 (x.shape[0] // self.count, *x.shape[1:]), x.dtype
@@ -128,15 +146,16 @@ class LocalSteps:
         Args:
           loss: as ``Adapter.loss``.
           now: has the parameters and the model's state.
-          round_batch: the batches of all steps, one after the other.
+          round_batch: the batches of all steps, one after the other; of a client what
+            a ``RoundReader`` reads.
           step: number of the round, int32.
           replica: number of the worker, int32.
           steps: how many to take, int32; None: as many as a round has at most.
         """
         with device("/job:worker"):
-            batches = jax.tree.map(
-                lambda x: x.reshape(self.count, -1, *x.shape[1:]), round_batch
-            )
+            batches, count, examples = self._batches(round_batch)
+            if self.rule.epochs:
+                steps = round_batch["round"]["steps"][0]
 
             def take(carry: Any, batch: Any) -> Any:
                 params, opt, state, seed = carry
@@ -144,25 +163,45 @@ class LocalSteps:
                 (value, (metrics, state)), grads = compute(
                     params, state, batch, (replica, seed)
                 )
+                if mu := self.rule.proximal:
+                    pull = lambda g, p, start: g + (mu * (p - start)).astype(g.dtype)
+                    grads = jax.tree.map(pull, grads, params, now["params"])
                 updates, opt = self.tx.update(grads, opt, params, value=value)
                 params = optax.apply_updates(params, updates)
                 return (params, opt, state, seed + 1), (value, metrics)
 
             begin = self._begin(now)
-            carry = now["params"], begin, now["state"], step * self.count
+            carry = now["params"], begin, now["state"], step * count
             if steps is None:
                 carry, (losses, metrics) = jax.lax.scan(take, carry, batches)
                 value, metrics = losses.mean(), jax.tree.map(_over_steps, metrics)
             else:
                 carry, value, metrics = _some(take, carry, batches, steps)
+                metrics = {**metrics, LOCAL_STEPS: steps}
             params, opt, state, _ = carry
             self._keep(opt)
             weight = None
             if self.rule.weighs and steps is not None:
-                weight = steps.astype(jnp.float32) / self.count
+                by_steps = steps.astype(jnp.float32) / count
+                weight = by_steps if examples is None else examples
             way = jax.tree.map(lambda old, new: old - new, now["params"], params)
             averaged = opt if self.is_averaged else None
             return Computed(value, metrics, state, way, {}, _no_loss, weight, averaged)
+
+    def _batches(self, round_batch: Any) -> tuple[Any, int, Any]:
+        """Returns the batches of a round, how many, and the examples of its client."""
+        if self.rule.epochs:
+            batches = jax.tree.map(lambda x: x[0], round_batch["data"])
+            count = jax.tree.leaves(batches)[0].shape[0]
+            return batches, count, round_batch["round"]["examples"][0]
+        cut = lambda x: x.reshape(self.count, -1, *x.shape[1:])
+        return jax.tree.map(cut, round_batch), self.count, None
+
+    def metric_types(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the types of the metrics of a round, given those of a step."""
+        if not (self.rule.paced or self.rule.epochs):
+            return dict(metrics)
+        return {**metrics, LOCAL_STEPS: jax.ShapeDtypeStruct((), jnp.int32)}
 
     def _begin(self, now: Tree) -> Any:
         """Returns the state of the optimizer at the begin of a round."""

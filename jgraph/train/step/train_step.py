@@ -229,6 +229,7 @@ class TrainStep:
         if key not in self._constants:
             now = self.unflatten([v.spec.aval for v in self.variables])
             seen = batch.examples if isinstance(batch, SampledBatch) else batch
+            seen = seen if self.local is None else self.local.batch(seen)
             same = unchanged_state(self.adapter, now["params"], now["state"], seen)
             names = [name for name in self.names if name.startswith("state/")]
             self._constants[key] = frozenset(compress(names, same))
@@ -416,6 +417,8 @@ class TrainStep:
         loss, (metrics, _) = jax.eval_shape(
             self.adapter.loss, now["params"], now["state"], batch, (number, number)
         )
+        if self.local is not None:
+            metrics = self.local.metric_types(metrics)
         return loss, dict(metrics)
 
     def check(self, loss: Any, grads: Tree) -> dict[str, Any]:

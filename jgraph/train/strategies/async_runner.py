@@ -16,6 +16,7 @@ from jgraph.plan.program.accumulate import gated, shards_of
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.data.data import Dataset
 from jgraph.train.run.members import RunMembers
+from jgraph.train.run.rounds import Rounds
 from jgraph.train.state.placement import plan_on
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position, Staleness
@@ -94,6 +95,10 @@ class AsyncRunner:
     def members(self) -> RunMembers:
         """See ``Runner.members``."""
         return self.runs.members.members()
+
+    def rounds(self) -> Rounds:
+        """See ``Runner.rounds``."""
+        return self.runs.rounds.rounds()
 
     def plan(self) -> Any:
         """See ``Runner.plan``."""

@@ -17,6 +17,7 @@ from jgraph.runtime.data.batches import Array, LeasedBatches
 from jgraph.train.data.data import Dataset
 from jgraph.train.privacy.options import Privacy, check_privacy
 from jgraph.train.run.members import RunMembers
+from jgraph.train.run.rounds import Rounds
 from jgraph.train.state.local_state import LocalState
 from jgraph.train.state.runner import (
     Chunk,
@@ -218,6 +219,10 @@ class LocalRunner:
     def members(self) -> RunMembers:
         """See ``Runner.members``."""
         return RunMembers()
+
+    def rounds(self) -> Rounds:
+        """See ``Runner.rounds``."""
+        return Rounds()
 
     def staleness(self) -> Staleness:
         """See ``Runner.staleness``."""

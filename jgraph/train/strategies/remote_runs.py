@@ -17,6 +17,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.data.data import Dataset
 from jgraph.train.run.members import MemberBook
+from jgraph.train.run.rounds import RoundBook
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position
 from jgraph.train.strategies.autoscaling import scaling_of
@@ -48,6 +49,8 @@ class RemoteRuns:
         self._elastic, self._elastic_order = elastic, orders
         self.members = MemberBook()
         """Who takes part in the newest run."""
+        self.rounds = RoundBook()
+        """Who took part in its rounds."""
         self.workers = Workers(state)
         self._make = make
         self._prepared: dict[str, Prepared] = {}
@@ -140,6 +143,8 @@ class RemoteRuns:
             owner = Owner(give, state.hold())
         wait_s = order.wait_s if self._elastic is None else self._elastic.wait_s
         order, self.members = replace(order, wait_s=wait_s), MemberBook()
+        self.rounds = RoundBook()
+        self.rounds.nbytes = prepared.plan.nbytes_per_step
         try:
             with state.lock:
                 together = data is None
@@ -205,6 +210,7 @@ class RemoteRuns:
     def _note(self, report: LoopReport, run: RunFollower, *, together: bool) -> None:
         state, is_restore = self._state, report.restored is not None
         self.members.note(report)
+        self.rounds.note(report)
         if report.handle and self.last is not None:
             handle = report.handle.partition("~")[0]
             self.last.workers.setdefault(handle, report.task)

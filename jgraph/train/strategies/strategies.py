@@ -9,7 +9,10 @@ from jgraph.client.cluster import Cluster
 from jgraph.clock import Clock
 from jgraph.errors import ConfigError
 from jgraph.plan.placement.spread import spread
-from jgraph.train.data.data import Dataset
+from jgraph.train.data.clients import open_clients
+from jgraph.train.data.data import Data, Dataset
+from jgraph.train.data.forms import BATCH_SIZE
+from jgraph.train.data.source import Source, as_source_or_dataset
 from jgraph.train.privacy.options import Privacy
 from jgraph.train.privacy.private_update import PrivateUpdate
 from jgraph.train.state.runner import Runner
@@ -17,12 +20,13 @@ from jgraph.train.step.arrange import Arrangement
 from jgraph.train.step.compress import GradientDtype
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.strategies.async_runner import AsyncPS, AsyncRunner
+from jgraph.train.strategies.federated import Federated
 from jgraph.train.strategies.local import Local, LocalRunner
 from jgraph.train.strategies.local_sgd import LocalSGD
 from jgraph.train.strategies.owners import Tables, choose_owners, owned_by
 from jgraph.train.strategies.sync_runner import SyncPS, SyncRunner
 
-Strategy: TypeAlias = Local | AsyncPS | SyncPS | LocalSGD
+Strategy: TypeAlias = Local | AsyncPS | SyncPS | LocalSGD | Federated
 
 
 def choose_strategy(strategy: Strategy | None, cluster: Cluster | None) -> Strategy:
@@ -44,7 +48,7 @@ def choose_strategy(strategy: Strategy | None, cluster: Cluster | None) -> Strat
     if not isinstance(strategy, Strategy):
         raise ConfigError(
             f"strategy is {strategy!r}; there are jg.AsyncPS(), jg.SyncPS(), "
-            "jg.LocalSGD() and jg.Local()"
+            "jg.LocalSGD(), jg.Federated() and jg.Local()"
         )
     if not isinstance(strategy, Local) and cluster is None:
         raise ConfigError(
@@ -106,7 +110,7 @@ def arrangement_on(
 
 def together_of(strategy: Strategy) -> SyncPS | None:
     """Returns how workers contribute to an update together; None: they do not."""
-    if isinstance(strategy, LocalSGD):
+    if isinstance(strategy, LocalSGD | Federated):
         return strategy.rounds
     return strategy if isinstance(strategy, SyncPS) else None
 
@@ -123,6 +127,8 @@ def examples_of(strategy: Strategy, dataset: Dataset, request: int | None) -> in
       DataError: the data comes in batches of another size.
       ConfigError: it comes in batches at all, and a round takes several.
     """
+    if isinstance(strategy, Federated):
+        return 1  # a round
     size = dataset.batch_size(request)
     if not isinstance(strategy, LocalSGD):
         return size
@@ -141,7 +147,7 @@ def gradient_dtype_of(strategy: Strategy) -> GradientDtype | None:
 
 def privacy_of(strategy: Strategy) -> Privacy | None:
     """Returns how a strategy trains privately; None: it does not."""
-    return None if isinstance(strategy, AsyncPS) else strategy.privacy
+    return None if isinstance(strategy, AsyncPS | Federated) else strategy.privacy
 
 
 def private_update_of(
@@ -176,8 +182,52 @@ def rate_of(dataset: Dataset, batch_size: int) -> float:
     return dataset.plan(batch_size, 0).rate if dataset.samplers else 1.0
 
 
+def open_data(
+    data: Data | Source,
+    cluster: Cluster | None,
+    strategy: Strategy,
+    *,
+    batch_size: int | None,
+    seed: int,
+    finite: bool = False,
+    known: Dataset | None = None,
+) -> Dataset:
+    """Opens what is to be trained on, where the strategy has it.
+
+    Args:
+      data: what the user gave.
+      cluster: where to train; None: this process.
+      strategy: how.
+      batch_size: examples of a batch, if the user said so.
+      seed: decides the order of a client's examples.
+      finite: refuse NaN and infinity.
+      known: data that was used before; an iterator goes on where it is.
+
+    Raises:
+      ConfigError: it cannot be trained on so.
+      DataError: data that cannot be used.
+      SourceError: it cannot be opened.
+    """
+    if isinstance(strategy, Federated) and cluster is not None:
+        clients = len(cluster.tasks("worker"))
+        return open_clients(
+            *(data, cluster),
+            epochs=strategy.local_epochs,
+            batch_size=batch_size or BATCH_SIZE,
+            seed=seed,
+            each=strategy.invitations(seed, clients).drawn(clients),
+        )
+    return as_source_or_dataset(
+        data, cluster, finite=finite, batch_size=batch_size, known=known
+    )
+
+
 def make_runner(
-    step: TrainStep, cluster: Cluster | None, strategy: Strategy, clock: Clock
+    step: TrainStep,
+    cluster: Cluster | None,
+    strategy: Strategy,
+    clock: Clock,
+    seed: int = 0,
 ) -> Runner:
     """Returns what performs the steps of a strategy.
 
@@ -188,7 +238,10 @@ def make_runner(
         return LocalRunner(step, clock)
     if (together := together_of(strategy)) is not None:
         pace_s = strategy.sync_every_s if isinstance(strategy, LocalSGD) else None
-        return SyncRunner(step, cluster, together, pace_s or 0.0)
+        rule = None
+        if isinstance(strategy, Federated):
+            rule = strategy.invitations(seed, len(cluster.tasks("worker")))
+        return SyncRunner(step, cluster, together, pace_s or 0.0, rule)
     assert isinstance(strategy, AsyncPS)  # the others are in step
     return AsyncRunner(step, cluster, strategy)
 

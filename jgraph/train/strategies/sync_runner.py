@@ -18,6 +18,7 @@ from jgraph.client.runs.gates import open_gate
 from jgraph.cluster.loop_messages import ARBITER, LoopRequest, SyncRequest
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.shares import Cut
+from jgraph.coordination.sync.rounds import RoundRule
 from jgraph.errors import ConfigError
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
@@ -27,6 +28,7 @@ from jgraph.plan.program.replicas import own_prefix
 from jgraph.train.data.data import Dataset
 from jgraph.train.model.metrics import CONTRIBUTIONS
 from jgraph.train.run.members import RunMembers
+from jgraph.train.run.rounds import Rounds
 from jgraph.train.state.placement import plan_on
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position, Staleness
@@ -40,6 +42,8 @@ from jgraph.train.strategies.prepared import Prepared
 from jgraph.train.strategies.remote_runs import RemoteRuns
 
 __all__ = ["SyncPS", "SyncRunner"]
+
+_LATE = 100  # times as long as a round may be, before a client is given up
 
 
 @final
@@ -55,6 +59,7 @@ class SyncRunner:
       cluster: with jobs ``ps`` and ``worker``.
       strategy: how many contributions a step takes.
       pace_s: seconds of the steps that a worker takes alone, where it is told how many.
+      rule: how many workers are invited to a step; None: all take part.
 
     Attributes:
       runs: what it has done on the cluster, and does.
@@ -69,8 +74,10 @@ class SyncRunner:
         cluster: Cluster,
         strategy: SyncPS,
         pace_s: float = 0.0,
+        rule: RoundRule | None = None,
     ) -> None:
         self._step = step
+        self._rule = rule
         self._pace_s = pace_s
         self._cluster = cluster
         self._strategy = strategy
@@ -161,6 +168,10 @@ class SyncRunner:
         """See ``Runner.members``."""
         return self.runs.members.members()
 
+    def rounds(self) -> Rounds:
+        """See ``Runner.rounds``."""
+        return self.runs.rounds.rounds()
+
     def plan(self) -> Any:
         """See ``Runner.plan``."""
         return None if self.runs.last is None else self.runs.last.plan
@@ -228,8 +239,9 @@ class SyncRunner:
             term=1,
         )
         limit = self._strategy.step_timeout_s
-        # The ps see better who is missing, and say so first.
-        patience_s = 2 * limit + 5
+        # The ps see better who is missing, and say so first. A step goes on without one
+        # who was invited and is late, who may then be so for long.
+        patience_s = 2 * limit + 5 if self._rule is None else _LATE * limit + 5
         requests = self._workers.requests(
             *(prepared, order), step_timeout_s=patience_s, pace_s=self._pace_s
         )
@@ -254,6 +266,7 @@ class SyncRunner:
             halt_s=self.state.halt_s,
             cut=self._cut,
             entropy=prepared.entropy,
+            rule=self._rule,
         )
         arbiter = LoopRequest(
             task=shards[0],

@@ -1,0 +1,130 @@
+"""Rounds of a federated run: who took part in each, who was dropped, and why."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import final, overload
+
+from jgraph.cluster.loop_messages import LoopReport
+from jgraph.graph.device import TaskName
+from jgraph.view import markup
+from jgraph.view.units import bytes_text
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A round of a federated run.
+
+    Attributes:
+      number: updates of the model with this one; the ``step`` of ``Run.metrics``.
+      members: clients whose contributions count.
+      dropped: other clients that were invited, and why nothing of them counts:
+        ``"lost"`` or ``"late"``.
+      steps: that the members took, all together.
+      nbytes: that parameters and contributions of the members have on the way.
+      wait_s: seconds from the first contribution until the round was over.
+    """
+
+    number: int
+    members: tuple[TaskName, ...]
+    dropped: Mapping[TaskName, str]
+    steps: int = 0
+    nbytes: int = 0
+    wait_s: float = 0.0
+
+    def __str__(self) -> str:
+        dropped = "".join(f"; {task} {why}" for task, why in self.dropped.items())
+        return (
+            f"round {self.number}  {len(self.members)} clients  {self.steps} steps  "
+            f"{bytes_text(self.nbytes)}  waited {self.wait_s:.1f} s{dropped}"
+        )
+
+
+@final
+class Rounds(Sequence[Round]):
+    """The rounds of a run so far; a table in a notebook.
+
+    Args:
+      rounds: in their order.
+    """
+
+    def __init__(self, rounds: Sequence[Round] = ()) -> None:
+        self._rounds = tuple(rounds)
+
+    @overload
+    def __getitem__(self, index: int) -> Round: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Round]: ...
+    def __getitem__(self, index: int | slice) -> Round | Sequence[Round]:
+        return self._rounds[index]
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    def __iter__(self) -> Iterator[Round]:
+        return iter(self._rounds)
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self._rounds)) or "no round is over"
+
+    def _repr_html_(self) -> str:
+        columns = "round", "clients", "dropped", "steps", "bytes", "waited"
+        rows = [
+            (
+                r.number,
+                len(r.members),
+                ", ".join(f"{task} {why}" for task, why in r.dropped.items()),
+                r.steps,
+                bytes_text(r.nbytes),
+                f"{r.wait_s:.1f} s",
+            )
+            for r in self._rounds
+        ]
+        return markup.table(columns, rows)
+
+
+@final
+class RoundBook:
+    """Learns from the reports of a run who took part in its rounds."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[int, Round] = {}
+        self.nbytes = 0
+        """That one member has on the way in a round."""
+
+    def note(self, report: LoopReport) -> None:
+        """Takes a report of a loop."""
+        if report.restored is not None:
+            last = report.restored.back_to
+            self._rounds = {n: r for n, r in self._rounds.items() if n <= last}
+        for record, wait_s in report.rounds:
+            members = tuple(map(TaskName, record.members))
+            dropped = {TaskName(task): why for task, why in record.dropped.items()}
+            nbytes = len(members) * self.nbytes
+            self._rounds[record.number + 1] = Round(
+                record.number + 1, members, dropped, 0, nbytes, wait_s
+            )
+
+    def rounds(self) -> Rounds:
+        """Returns those that are over."""
+        return Rounds([self._rounds[number] for number in sorted(self._rounds)])
+
+
+def with_steps(rounds: Rounds, means: Mapping[int, float]) -> Rounds:
+    """Returns rounds with the steps of their members.
+
+    Args:
+      rounds: without these.
+      means: of the steps of a member, by the number of the round.
+
+    Example:
+      >>> rounds = Rounds([Round(1, (TaskName("a"), TaskName("b")), {})])
+      >>> with_steps(rounds, {1: 2.5})[0].steps
+      5
+    """
+    return Rounds(
+        [
+            replace(r, steps=round(means.get(r.number, 0.0) * len(r.members)))
+            for r in rounds
+        ]
+    )

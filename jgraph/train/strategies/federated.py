@@ -1,0 +1,182 @@
+"""Federated: options of training on clients whose data stays theirs."""
+
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, final, get_args
+
+import numpy as np
+import optax
+
+from jgraph.coordination.sync.rounds import RoundRule
+from jgraph.errors import ConfigError
+from jgraph.graph.sharding import Partitioner
+from jgraph.plan.placement.spread import PlacementFunction
+from jgraph.train.counts import as_ints, is_count, is_duration
+from jgraph.train.model.optimizer import Optimizer
+from jgraph.train.state.durability import Durability
+from jgraph.train.step.compress import GradientDtype
+from jgraph.train.step.local_steps import INNER_STATES, InnerState, LocalRule
+from jgraph.train.strategies.elastic import Elastic
+from jgraph.train.strategies.local_sgd import check_one_of, check_outer
+from jgraph.train.strategies.options import SyncPS
+from jgraph.view import markup
+
+ClientWeight: TypeAlias = Literal["examples", "equal"]
+"""What a client's contribution counts by."""
+
+CLIENT_WEIGHTS: Final[tuple[ClientWeight, ...]] = get_args(ClientWeight)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Federated:
+    """Train on clients whose data stays theirs.
+
+    The workers of the cluster are the clients, and the data of ``fit`` is a
+    ``jg.Source`` that each opens on its own host: no example leaves it. In a round some
+    clients are drawn. Each reads the parameters, trains ``local_epochs`` on its own
+    data with the Trainer's optimizer, and contributes how far it came. The mean of
+    that is applied like a gradient by ``outer``, which makes one update of the model.
+
+    ``batch_size`` is that of one step of a client; ``steps`` of ``fit`` are rounds. A
+    client that is lost, or not done within ``round_timeout_s``, is left out of the
+    round; ``Run.rounds`` says who and why. It takes part again when it is there again.
+    What a client contributes is seen by the ps. Tables of rows travel whole.
+
+    Args:
+      local_epochs: passes over a client's data in a round.
+      fraction: of the clients that are there, drawn anew for each round; rounded up.
+      min_clients: contributions that a round needs; so many are drawn at least.
+      outer: an optax optimizer whose gradient is the mean of what clients came;
+        ``optax.sgd(0.7, momentum=0.9, nesterov=True)`` adds what DiLoCo does. If unset,
+        the parameters are the mean of those of the clients (FedAvg).
+      proximal: how strongly a client is held to the parameters that it began with
+        (FedProx): ``proximal / 2`` times the square of the distance is added to its
+        loss.
+      weight: ``"examples"``: a contribution counts by how many examples its client
+        has; or ``"equal"``.
+      inner_state: what becomes of the state of a client's optimizer after a round; see
+        ``LocalSGD``.
+      round_timeout_s: seconds after which a round goes on without those who are late.
+        With fewer than ``min_clients`` contributions the run then fails, and says who
+        was late.
+      variable_partitioner: as for ``SyncPS``.
+      partition_strategy: as for ``SyncPS``.
+      placement: as for ``SyncPS``.
+      gradient_dtype: as what contributions travel, as for ``SyncPS``.
+      durability: what a run still has when a ps is lost, as for ``SyncPS``.
+      elastic: lets clients join and leave between two rounds, as for ``SyncPS``. One
+        that joins with more data than any had trains on as much as those.
+
+    Raises:
+      ConfigError: an option outside what is possible.
+
+    Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from
+    Decentralized Data", 2017; Li et al., "Federated Optimization in Heterogeneous
+    Networks", 2020 (FedProx).
+
+    Example:
+      >>> Federated(local_epochs=5, fraction=0.1, min_clients=8).min_clients
+      8
+    """
+
+    local_epochs: int = 1
+    fraction: float = 1.0
+    min_clients: int = 1
+    outer: optax.GradientTransformation | None = None
+    proximal: float = 0.0
+    weight: ClientWeight = "examples"
+    inner_state: InnerState = "reset"
+    round_timeout_s: float = 600.0
+    variable_partitioner: Partitioner | None = None
+    partition_strategy: str = "div"
+    placement: PlacementFunction | None = None
+    gradient_dtype: GradientDtype | None = None
+    durability: Durability = "checkpoint"
+    elastic: Elastic | None = None
+
+    def __post_init__(self) -> None:
+        for name, what in [
+            ("local_epochs", "passes over a client's data in a round"),
+            ("min_clients", "contributions that a round needs"),
+        ]:
+            if not is_count(value := getattr(self, name), 1):
+                raise ConfigError(
+                    f"{name} is {value!r:.60}; give the {what}, 1 or more"
+                )
+        as_ints(self, "local_epochs", "min_clients")
+        if not (_is_real(self.fraction) and 0 < self.fraction <= 1):
+            raise ConfigError(
+                f"fraction is {self.fraction!r:.60}; it is of the clients that are "
+                "drawn for a round, more than 0 and 1 at most"
+            )
+        if not (_is_real(self.proximal) and self.proximal >= 0):
+            raise ConfigError(
+                f"proximal is {self.proximal!r:.60}; give how strongly clients are "
+                "held to the parameters that they begin with, 0 or more"
+            )
+        if not is_duration(self.round_timeout_s):
+            raise ConfigError(
+                f"round_timeout_s is {self.round_timeout_s!r:.60}; give the seconds of "
+                "a round, more than 0"
+            )
+        check_outer(self.outer)
+        check_one_of("weight", self.weight, CLIENT_WEIGHTS)
+        check_one_of("inner_state", self.inner_state, INNER_STATES)
+        _ = self.rounds  # refuses what a SyncPS does
+
+    @property
+    def rounds(self) -> SyncPS:
+        """How rounds are averaged: as synchronous steps are."""
+        return SyncPS(
+            step_timeout_s=self.round_timeout_s,
+            variable_partitioner=self.variable_partitioner,
+            partition_strategy=self.partition_strategy,
+            placement=self.placement,
+            gradient_dtype=self.gradient_dtype,
+            durability=self.durability,
+            elastic=self.elastic,
+        )
+
+    @property
+    def outer_optimizer(self) -> optax.GradientTransformation:
+        """What applies the mean."""
+        return optax.sgd(1.0) if self.outer is None else self.outer
+
+    def rule(self, tx: Optimizer) -> LocalRule:
+        """Returns how a client trains alone.
+
+        Args:
+          tx: the Trainer's optimizer.
+        """
+        return LocalRule(
+            tx,
+            weighs=self.weight == "examples",
+            inner_state=self.inner_state,
+            epochs=self.local_epochs,
+            proximal=float(self.proximal),
+        )
+
+    def invitations(self, seed: int, clients: int) -> RoundRule:
+        """Returns how many clients a round has.
+
+        Args:
+          seed: of the Trainer.
+          clients: how many there are.
+
+        Raises:
+          ConfigError: fewer than a round needs.
+        """
+        if self.min_clients > clients and self.elastic is None:
+            raise ConfigError(
+                f"Federated(min_clients={self.min_clients}) needs as many workers, and "
+                f"the cluster has {clients}; start more, or write min_clients={clients}"
+            )
+        return RoundRule(float(self.fraction), self.min_clients, seed % 2**63)
+
+    def _repr_html_(self) -> str:
+        return markup.data(self)
+
+
+def _is_real(value: object) -> bool:
+    is_number = isinstance(value, float | int | np.floating | np.integer)
+    return is_number and not isinstance(value, bool)

@@ -1,0 +1,202 @@
+"""Federated rounds on data that stays with its clients, on servers of this process."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jgraph.client.cluster import Cluster
+from jgraph.coordination.data.slots import epoch_order
+from jgraph.errors import ConfigError, DataError
+from jgraph.train.data.source import Source
+from jgraph.train.strategies.federated import Federated
+from jgraph.train.trainer import Trainer
+from tests.support.models import NnxMLP, cross_entropy, data
+from tests.support.servers import connected
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+BATCH, ROUNDS, SIZES = 4, 3, (9, 17, 14)
+Client = dict[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with connected(ps=1, worker=len(SIZES)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def clients(tmp_path: Path) -> list[Client]:
+    """What each client has, in a file of its own."""
+    x, y = data()
+    ends = np.cumsum([0, *SIZES])
+    own = [{"x": x[first:end], "y": y[first:end]} for first, end in pairwise(ends)]
+    for number, arrays in enumerate(own):
+        np.savez(tmp_path / f"{number}.npz", **arrays)
+    return own
+
+
+@pytest.fixture
+def source(tmp_path: Path, clients: list[Client]) -> Source:
+    return Source.npz(str(tmp_path / "{task}.npz"))
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return cross_entropy(model(batch["x"]), batch["y"])
+
+
+def trainer(cluster: Cluster, strategy: Federated, tx: Any, **options: Any) -> Trainer:
+    model = NnxMLP(rngs=nnx.Rngs(0))
+    return Trainer(model, loss, tx, cluster=cluster, strategy=strategy, **options)
+
+
+def fit(there: Trainer, source: Any, **options: Any) -> Any:
+    options = {"steps": ROUNDS, "batch_size": BATCH, **options}
+    return there.fit(source, progress=False, **options)
+
+
+def parameters(model: Any) -> list[Any]:
+    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def by_hand(
+    clients: Sequence[Client],
+    tx: Any,
+    *,
+    epochs: int,
+    weights: Sequence[float],
+    proximal: float = 0.0,
+) -> list[Any]:
+    """One process that does what all clients do, one after the other."""
+    graph, params = nnx.split(NnxMLP(rngs=nnx.Rngs(0)))
+
+    @jax.jit
+    def step(params: Any, opt: Any, batch: Any, start: Any) -> Any:
+        def all_of_it(params: Any) -> Any:
+            apart = jax.tree.map(lambda a, b: ((a - b) ** 2).sum(), params, start)
+            far = sum(jax.tree.leaves(apart))
+            return loss(nnx.merge(graph, params), batch) + proximal / 2 * far
+
+        updates, opt = tx.update(jax.grad(all_of_it)(params), opt, params)
+        return optax.apply_updates(params, updates), opt
+
+    for number in range(ROUNDS):
+        came = []
+        for client, own in enumerate(clients):
+            mine, opt, count = params, tx.init(params), len(own["x"])
+            order = np.concatenate(
+                [epoch_order(count, client, number, epoch) for epoch in range(epochs)]
+            )
+            for first in range(0, len(order) - BATCH + 1, BATCH):
+                rows = order[first : first + BATCH]
+                batch = {name: array[rows] for name, array in own.items()}
+                mine, opt = step(mine, opt, batch, params)
+            came.append(mine)
+        params = jax.tree.map(
+            lambda *each: np.average(np.stack(each), axis=0, weights=weights),
+            *came,
+        )
+    leaves = jax.tree.leaves(nnx.to_pure_dict(params))
+    return [np.asarray(leaf) for leaf in leaves]
+
+
+def assert_close(found: Sequence[Any], wanted: Sequence[Any]) -> None:
+    for value, due in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(value, due, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("weight", ["examples", "equal"])
+def test_rounds_are_those_of_a_loop_by_hand(
+    cluster: Cluster, source: Source, clients: list[Client], weight: Any
+) -> None:
+    tx = optax.sgd(0.1, momentum=0.5)
+    strategy = Federated(local_epochs=2, weight=weight, proximal=0.3)
+    there = trainer(cluster, strategy, tx)
+    run = fit(there, source)
+    weights = SIZES if weight == "examples" else [1] * len(SIZES)
+    due = by_hand(clients, tx, epochs=2, weights=weights, proximal=0.3)
+    assert_close(parameters(run.model()), due)
+    steps = sum(2 * size // BATCH for size in SIZES)
+    names = set(cluster.tasks("worker"))
+    assert [(set(r.members), dict(r.dropped), r.steps) for r in run.rounds()] == [
+        (names, {}, steps)
+    ] * ROUNDS
+    assert [r.number for r in run.rounds()] == [1, 2, 3]
+    assert f"round 3  3 clients  {steps} steps" in str(run.rounds())
+    assert f"<td>{steps}</td>" in run.rounds()._repr_html_()
+    there.close()
+
+
+def test_some_clients_are_drawn_anew_for_each_round(
+    cluster: Cluster, source: Source
+) -> None:
+    found = []
+    for _ in range(2):
+        there = trainer(cluster, Federated(fraction=0.5), optax.sgd(0.1), seed=5)
+        run = fit(there, source, steps=9)
+        found.append([sorted(r.members) for r in run.rounds()])
+        assert run.metrics("contributions")["value"].tolist() == [2] * 9
+        there.close()
+    assert found[0] == found[1]  # the seed decides
+    assert {len(members) for members in found[0]} == {2}
+    assert len({tuple(members) for members in found[0]}) == 3
+
+
+def test_no_example_leaves_its_client_and_models_are_evaluated_as_ever(
+    cluster: Cluster, source: Source, clients: list[Client]
+) -> None:
+    """The Trainer holds types of the examples, and no values."""
+    there = trainer(cluster, Federated(local_epochs=5), optax.adam(1e-2))
+    x, y = data()
+    run = fit(there, source, steps=20, eval_data={"x": x, "y": y}, eval_every=10)
+    assert run.metrics("eval_loss")["value"][-1] < 0.1
+    assert there.predict({"x": x}, fn=lambda m, b: m(b["x"])).shape[0] == len(x)
+    assert "5 epochs of a client's own optimizer, on its own data" in str(there.plan())
+    position = there.current_position()
+    assert position is not None
+    assert position["plan"]["parts"][0][0] == "rounds"
+    there.close()
+
+
+@pytest.mark.bad_input_row(29)
+def test_what_cannot_be_is_refused_in_words(
+    cluster: Cluster, source: Source, tmp_path: Path
+) -> None:
+    wrong: Any
+    for name, wrong, words in [
+        ("local_epochs", 0, "local_epochs is 0; give the passes over"),
+        ("min_clients", 1.5, "min_clients is 1.5; give the contributions"),
+        ("fraction", 0, "fraction is 0; it is of the clients"),
+        ("fraction", 1.1, "fraction is 1.1; it is of the clients"),
+        ("fraction", True, "fraction is True"),
+        ("proximal", -1, "proximal is -1; give how strongly"),
+        ("round_timeout_s", 0, "round_timeout_s is 0; give the seconds"),
+        ("outer", "sgd", "outer is 'sgd'; give an optax optimizer"),
+        ("weight", "steps", "weight is 'steps'; give 'examples' or 'equal'"),
+        ("inner_state", "no", "inner_state is 'no'; give 'keep', 'average' or 'reset'"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            Federated(**{name: wrong})
+    there = trainer(cluster, Federated(min_clients=4), optax.sgd(0.1))
+    with pytest.raises(ConfigError, match="needs as many workers, and the cluster has"):
+        fit(there, source)
+    there = trainer(cluster, Federated(), optax.sgd(0.1))
+    with pytest.raises(ConfigError, match="data is a tuple of this process; give a jg"):
+        fit(there, data())
+    with pytest.raises(ConfigError, match="write steps=3 in place of epochs"):
+        fit(there, source, steps=None, epochs=3)
+    few = r"task:0 has 9 examples, which in 1 epochs make no batch of 10; give"
+    with pytest.raises(DataError, match=few):
+        fit(there, source, batch_size=10)
+    np.savez(tmp_path / "1.npz", x=np.zeros((5, 3), np.float32), y=np.zeros(5))
+    with pytest.raises(DataError, match="all clients need fields of the same names"):
+        fit(there, source)
+    there.close()
