@@ -118,6 +118,46 @@ class ExecutorHost(Protocol):
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class StepPlace:
+    """What the steps of a task share.
+
+    Attributes:
+      store: variables of the task.
+      rendezvous: where values from other tasks arrive.
+      host: runs work, sends values.
+    """
+
+    store: VariableStore
+    rendezvous: Rendezvous
+    host: ExecutorHost
+
+
+@final
+class WorkUnderWay:
+    """Nodes that were given to a thread, or compute here, and have not ended."""
+
+    def __init__(self) -> None:
+        self.nodes: set[int] = set()
+        self._when_settled: list[Callable[[], None]] = []
+
+    def end(self, node: int) -> None:
+        """Learns that a node's work is over."""
+        self.nodes.discard(node)
+        if self._when_settled and not self.nodes:
+            callbacks, self._when_settled = self._when_settled, []
+            for callback in callbacks:
+                callback()
+
+    def when_settled(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once nothing is under way; at once if nothing is."""
+        if self.nodes:
+            self._when_settled.append(callback)
+        else:
+            callback()
+
+
+@final
 class StepValues:
     """Values of one step, and how many of them each node still waits for.
 
@@ -177,9 +217,7 @@ class StepRun:
       loaded: the partition.
       step: program handle and step id.
       feeds: arrays by feed name (driver only).
-      store: variables of this task.
-      rendezvous: where values from other tasks arrive.
-      shell: runs work, sends values.
+      place: what the steps of the task share.
       on_done: called once with the fetches or the first error.
       gate: of the partition, if it has one.
       recording: is told of every change of state.
@@ -190,6 +228,7 @@ class StepRun:
 
     Attributes:
       has_begun: its gate was asked.
+      work: what of it is under way; that may outlive the step.
     """
 
     def __init__(
@@ -197,9 +236,7 @@ class StepRun:
         loaded: LoadedPartition,
         step: StepKey,
         feeds: Mapping[str, Any],
-        store: VariableStore,
-        rendezvous: Rendezvous,
-        shell: ExecutorHost,
+        place: StepPlace,
         on_done: Callable[[Outcome], None],
         *,
         gate: Gate | None = None,
@@ -218,20 +255,16 @@ class StepRun:
         self.step = step
         self._loaded = loaded
         self._feeds = feeds
-        self._store = store
-        self._rendezvous = rendezvous
-        self._shell = shell
+        self._place = place
         self._on_done = on_done
         self._values = StepValues(loaded)
         self._fetches: list[np.ndarray[Any, Any]] = []
         self._ready: deque[int] = deque()
         self._draining = False
         self.is_over = False
-        self.working: set[int] = set()
-        """Nodes that were given to a thread, or compute here, and have not ended."""
-        self._when_settled: list[Callable[[], None]] | None = None
+        self.work = WorkUnderWay()
         self.times = StepTimes()
-        self._now = shell.now
+        self._now = place.host.now
         self._stamps = self.times.stamps = None
         if noted:
             self._stamps = blank_stamps(self._values.remaining)
@@ -267,22 +300,13 @@ class StepRun:
             return
         held, self._held = self._held, None
         if held or self.times.started:  # else it waits at its gate
-            self.times.started = self._shell.now()
+            self.times.started = self._place.host.now()
             self._ready.extend(held)
             self._drain()
 
     def abort(self, error: BaseException) -> None:
         """Ends the step with ``error``; work already submitted is not undone."""
         self._finish(error)
-
-    def when_settled(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` once no work of a step that is over goes on."""
-        if not self.working:
-            callback()
-        elif self._when_settled is None:
-            self._when_settled = [callback]
-        else:
-            self._when_settled.append(callback)
 
     def _drain(self) -> None:
         # A loop, not recursion: completions of cheap nodes come back at once.
@@ -309,7 +333,7 @@ class StepRun:
             case ConstNode():
                 self._complete(index, [node.value])
             case RecvNode():
-                self._rendezvous.recv(
+                self._place.rendezvous.recv(
                     self.step,
                     node.key,
                     lambda arrays: self._received(index, node, arrays),
@@ -333,12 +357,18 @@ class StepRun:
                 undo = self._recording and self._recording.undo
                 inputs = self._values.inputs(index)
                 work = work_of(
-                    self._loaded, index, inputs, self._store, self._gate, note, undo
+                    self._loaded,
+                    index,
+                    inputs,
+                    self._place.store,
+                    self._gate,
+                    note,
+                    undo,
                 )
                 if self._recording is not None:
                     work = self._recording.work(index, work)
-                self.working.add(index)
-                self._shell.submit(
+                self.work.nodes.add(index)
+                self._place.host.submit(
                     work,
                     lambda result: self._worked(index, result),
                     self._loaded.costs[index],
@@ -348,7 +378,7 @@ class StepRun:
         if self._stamps is not None:
             self._stamps[3 * index + START] = self._now()
         values = [np.asarray(self._values[v]) for v in node.values]
-        self._shell.send(node.dst, self.step, node.key, values)
+        self._place.host.send(node.dst, self.step, node.key, values)
 
     def _padded(self, value: int) -> Any:
         return padded(self._values[value], self._loaded.partition.values[value])
@@ -379,16 +409,12 @@ class StepRun:
             self._drain()
 
         if self._compute_wait_s:
-            self._shell.later(self._compute_wait_s, hand_on)
+            self._place.host.later(self._compute_wait_s, hand_on)
         else:
             hand_on()
 
     def _worked(self, index: int, result: list[Any] | BaseException) -> None:
-        self.working.discard(index)
-        if self._when_settled is not None and not self.working:
-            for settled in self._when_settled:
-                settled()
-            self._when_settled = None
+        self.work.end(index)
         if isinstance(result, BaseException):
             self._finish(result)
             return
@@ -421,7 +447,7 @@ class StepRun:
             self._stamps[-1] = self.times.end
         self._values.clear()
         self._ready.clear()
-        self._rendezvous.finish(self.step)
+        self._place.rendezvous.finish(self.step)
         self._on_done(outcome)
 
 

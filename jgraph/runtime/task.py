@@ -21,7 +21,13 @@ from jgraph.plan.program.nodes import AggregateNode, SegmentNode, ValueType
 from jgraph.plan.program.program import Program
 from jgraph.runtime.at_once import SHORT_S, AtOnce, is_plain
 from jgraph.runtime.compiled.compile_cache import CompileCache
-from jgraph.runtime.executor import ExecutorHost, Outcome, StepRun, StepTimes
+from jgraph.runtime.executor import (
+    ExecutorHost,
+    Outcome,
+    StepPlace,
+    StepRun,
+    StepTimes,
+)
 from jgraph.runtime.flight import ROWS, FlightRecorder
 from jgraph.runtime.gate import Gate, aggregator
 from jgraph.runtime.loaded import LoadedPartition, load_partition
@@ -147,6 +153,7 @@ class TaskRuntime:
         self.cache = cache or CompileCache()
         self._shell = shell
         self._rendezvous = Rendezvous()
+        self._place = StepPlace(self.store, self._rendezvous, shell)
         self._programs: dict[str, _Registered] = {}
         self._steps: dict[StepKey, StepRun] = {}
         self.flight = FlightRecorder(task, flight_rows)
@@ -262,7 +269,7 @@ class TaskRuntime:
         for step in [key for key in self._steps if key[0] == handle]:
             self.abort(step, stopped)
         self._rendezvous.finish_program(handle)
-        self._left_behind = [one for one in self._left_behind if one[3].working]
+        self._left_behind = [one for one in self._left_behind if one[3].work.nodes]
         return [one[3] for one in self._left_behind if one[3].step[0] == handle]
 
     def start_step(
@@ -303,9 +310,7 @@ class TaskRuntime:
             registered.loaded,
             step,
             feeds or {},
-            self.store,
-            self._rendezvous,
-            self._shell,
+            self._place,
             lambda outcome: self._over(registered, step, outcome, on_done),
             gate=self._gate(registered),
             recording=registered.recording,
@@ -450,8 +455,8 @@ class TaskRuntime:
             registered.ordered.remove(run)
         if not isinstance(outcome, list):
             self._shell.withdraw(step)
-            self._left_behind = [one for one in self._left_behind if one[3].working]
-            if run.working:
+            self._left_behind = [one for one in self._left_behind if one[3].work.nodes]
+            if run.work.nodes:
                 is_late = isinstance(outcome, DeadlineError)
                 one = self.now(), is_late, registered.program, run
                 self._left_behind.append(one)
@@ -513,6 +518,6 @@ def _computing(program: Program, run: StepRun) -> list[str]:
     nodes = run.nodes
     return [
         f"segment '{labels.get(node.digest, '')}' of '{program.name}'"
-        for index in tuple(run.working)
+        for index in tuple(run.work.nodes)
         if isinstance(node := nodes[index], SegmentNode)
     ]

@@ -301,7 +301,7 @@ class TaskService:
         if body.settle:
             for run in runs:
                 settled = asyncio.Event()
-                run.when_settled(settled.set)
+                run.work.when_settled(settled.set)
                 await settled.wait()
         await asyncio.to_thread(give_back_memory)
         yield frame(empty=pb.Empty())

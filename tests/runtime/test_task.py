@@ -259,18 +259,18 @@ def test_step_that_is_over_has_settled_when_its_threads_change_nothing_more(
     step = tasks.start("count", 1, {"x": np.ones(3, np.float32)})
     ps, tasks.threads = tasks.runtimes[PS], deque()
     tasks.deliver_all()
-    while not ps.steps[step].working:
+    while not ps.steps[step].work.nodes:
         tasks.threads.popleft()()
         tasks.deliver_all()
     (run,) = ps.unregister("count")
     assert isinstance(tasks.outcomes[PS, step], CancelledStepError)
     settled: list[list[float]] = []
-    run.when_settled(lambda: settled.append(value_of_w(tasks)))
+    run.work.when_settled(lambda: settled.append(value_of_w(tasks)))
     assert settled == []
     while tasks.threads:
         tasks.threads.popleft()()
     assert settled == [value_of_w(tasks)]
-    run.when_settled(lambda: settled.append([]))  # at once
+    run.work.when_settled(lambda: settled.append([]))  # at once
     assert settled[1:] == [[]]
     assert ps.unregister("count") == []
 
