@@ -42,7 +42,7 @@ class CNN(nnx.Module):
         x = nnx.relu(self.conv1(x))
         x = nnx.relu(self.conv2(x))
         x = nnx.max_pool(x, (2, 2), (2, 2))
-        x = self.dropout(x.reshape(len(x), -1))
+        x = self.dropout(x.reshape(x.shape[0], -1))
         logits: jax.Array = self.dense2(self.dropout(nnx.relu(self.dense1(x))))
         return logits
 

@@ -3,17 +3,23 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
+from jgraph.clock import SystemClock
+
 ROOT = Path(__file__).parents[2]
 SESSION = ROOT / "tests/support/spark_session.py"
+START_S: Final = 120.0
 
 
 def needs_spark() -> None:
@@ -73,6 +79,60 @@ def facts_of(process: "subprocess.Popen[str]", directory: Path) -> Facts:
     assert process.returncode == 0, errors
     facts = [json.loads(line) for line in out.splitlines()]
     return Facts({one["scenario"]: one for one in facts}, errors)
+
+
+@contextmanager
+def standalone(directory: Path, workers: int) -> Iterator[str]:
+    """Starts Spark's own cluster manager at loopback; yields its address.
+
+    Args:
+      directory: for logs, and what executors leave.
+      workers: how many, of two cores each.
+    """
+    needs_spark()
+    import pyspark
+
+    program = Path(pyspark.__file__).parent / "bin" / "spark-class"
+    package = "org.apache.spark.deploy"
+    here = ["--host", "127.0.0.1", "--port", "0", "--webui-port", "0"]
+    daemons: list[subprocess.Popen[bytes]] = []
+
+    def begin(name: str, *arguments: str) -> Path:
+        log = directory / f"{name}{len(daemons)}.log"
+        with log.open("w") as out:
+            command = [str(program), f"{package}.{name.lower()}.{name}", *here]
+            daemons.append(
+                subprocess.Popen(
+                    [*command, *arguments],
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "SPARK_DAEMON_MEMORY": "256m"},
+                )
+            )
+        return log
+
+    try:
+        master = _said(begin("Master"), r"spark://127\.0\.0\.1:\d+")
+        size = ["--cores", "2", "--memory", "1g", "--work-dir", str(directory / "work")]
+        logs = [begin("Worker", *size, master) for _ in range(workers)]
+        for log in logs:
+            _said(log, "Successfully registered with master")
+        yield master
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
+            daemon.wait(30)
+
+
+def _said(log: Path, words: str) -> str:
+    """Waits for a line of a log, and returns what of it matches."""
+    clock = SystemClock()
+    deadline = clock.now() + START_S
+    while not (found := re.search(words, log.read_text())):
+        assert clock.now() < deadline, log.read_text()[-2000:]
+        threading.Event().wait(0.1)
+    return found[0]
 
 
 def spark_home(directory: Path) -> Path:

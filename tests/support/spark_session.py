@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import traceback
@@ -29,6 +30,7 @@ from pyspark.sql import SparkSession, functions
 
 import jgraph as jg
 from jgraph.clock import SystemClock
+from jgraph.examples import demo
 from jgraph.graph.device import TaskName
 from jgraph.runtime.data.sources import open_source
 from jgraph.runtime.files.step_files import steps_in
@@ -358,6 +360,72 @@ def profiles(spark: SparkSession) -> dict[str, Any]:
     }
 
 
+def digits(spark: SparkSession) -> dict[str, Any]:
+    """Pictures of digits are trained on, and scored, from DataFrames."""
+    train, test = (_pictures(spark, features) for features in demo.load_digits())
+    place = Path(os.environ["SCENARIO_DIRECTORY"])
+    data = jg.Source.spark(train, directory=place / "digits")
+    shaped: Callable[[Any], Any] = lambda x: x.reshape(-1, 8, 8, 1)
+
+    def loss_of(model: demo.CNN, batch: Any) -> Any:
+        return demo.loss_fn(model, {**batch, "image": shaped(batch["image"])})
+
+    with jg.SparkCluster(spark, ps=1, workers=2) as cluster:
+        model, tx = demo.CNN(rngs=nnx.Rngs(0)), optax.adam(2e-3)
+        trainer = jg.Trainer(model, loss_of, tx, cluster=cluster)
+        trainer.fit(data, steps=600, batch_size=64, progress=False)
+        example = {"image": np.zeros((2, 64), np.float32)}
+        scores: Any = lambda model, batch: model(shaped(batch["image"])).argmax(1)
+        exported = jg.export(trainer, example, place / "model", fn=scores)
+        hosts = {executor_of(cluster, task).pid for task in cluster.tasks()}
+    scored = jg.spark.predict(exported, test, ["image"], "digit int")
+    right = functions.avg((scored.digit == scored.label).cast("double"))
+    return {"accuracy": scored.agg(right).first()[0], "executors": len(hosts)}
+
+
+def _pictures(spark: SparkSession, features: dict[str, Any]) -> Any:
+    images = features["image"].reshape(-1, 64).tolist()
+    rows = zip(images, features["label"].tolist(), strict=True)
+    return spark.createDataFrame(list(rows), "image array<float>, label int")
+
+
+def without_shm(spark: SparkSession) -> dict[str, Any]:
+    """Servers see no ``/dev/shm``, as in a container that has none."""
+    python = Path(os.environ["SCENARIO_DIRECTORY"]) / "python"
+    python.parent.mkdir(exist_ok=True)
+    python.write_text(
+        "#!/bin/sh\nexec unshare -m sh -c 'mount --make-rprivate / && mount -t tmpfs "
+        f'-o ro none /dev/shm && exec {sys.executable} "$@"\' sh "$@"\n'
+    )
+    python.chmod(0o700)
+    try:
+        subprocess.run([python, "-c", ""], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return {"cannot": str(error)}
+    with jg.SparkCluster(spark, ps=1, workers=2, python=str(python)) as cluster:
+        run = trainer_on(cluster).fit(X, steps=50, batch_size=64, progress=False)
+        mounts = Path(f"/proc/{cluster.pid(PS)}/mounts").read_text()
+        ways = {way for task in cluster.status().tasks for way in task.ways.values()}
+    mounted = [line for line in mounts.splitlines() if " /dev/shm " in line]
+    return {"steps": run.steps, "shm": mounted[-1], "ways": sorted(ways)}
+
+
+def connect(spark: SparkSession) -> dict[str, Any]:
+    """A session of Spark Connect: DataFrames are written, and nothing else goes."""
+    frame = spark.range(1000)
+    path = Path(os.environ["SCENARIO_DIRECTORY"]) / "connected"
+    source = jg.Source.spark(frame, columns=["id"], directory=path)
+    ids = [one["id"] for one in read_all(str(source.spec["path"]))]
+    found = {
+        "kind": type(spark).__module__,
+        "seen": sorted(int(i) for part in ids for i in part) == list(range(1000)),
+        "cluster": refusal(spark, ps=1, workers=1),
+        "scores": score_refusal(str(path), frame, ["id"], "p double"),
+    }
+    spark.stop()
+    return found
+
+
 def executor_of(cluster: jg.SparkCluster, task: str) -> psutil.Process:
     """Returns the JVM of the executor on which a task is."""
     keeper = psutil.Process(keeper_of(cluster, task))
@@ -486,7 +554,7 @@ def read_all(path: str) -> list[dict[str, Any]]:
 
 _ALL = (
     *(train, refusals, crowded, frames, moved, executors, profiles),
-    *(stop_inside, leave_open),
+    *(digits, without_shm, connect, stop_inside, leave_open),
 )
 SCENARIOS: Mapping[str, Callable[[SparkSession], dict[str, Any]]] = {
     one.__name__: one for one in _ALL
@@ -500,7 +568,11 @@ def tell(facts: dict[str, Any]) -> None:
 
 def main(master: str, *names: str) -> None:
     os.environ["PYSPARK_PYTHON"] = sys.executable  # which has what scores rows
-    builder = SparkSession.builder.master(master).appName("jgraph-tests")
+    builder = SparkSession.builder.appName("jgraph-tests")
+    if names == (connect.__name__,):
+        builder = builder.remote(master)  # begins a server of its own
+    else:
+        builder = builder.master(master)
     for key, value in {
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
@@ -516,7 +588,7 @@ def main(master: str, *names: str) -> None:
             facts = {"failure": traceback.format_exc()}
         took_s = round(CLOCK.now() - began, 1)
         tell({"scenario": name, "scenario_s": took_s, **facts})
-    if "stop_inside" not in names:
+    if not {"stop_inside", "connect"} & {*names}:
         spark.stop()
 
 

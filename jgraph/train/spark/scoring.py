@@ -3,6 +3,7 @@
 import atexit
 import secrets
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import numpy as np
 
-from jgraph.client.spark.slots import check_slot
+from jgraph.client.spark.slots import check_slot, is_one_process
 from jgraph.errors import ConfigError
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.serving.exported_model import ExportedModel
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 
 _EXAMPLES: Final = 2
 _WHAT: Final = "jg.spark.predict"
+_PYTHON_S: Final = 30.0
+_MISSING: Final = """
+from importlib.util import find_spec
+print(*(name for name in ("pyarrow", "jax", "jgraph") if find_spec(name) is None))
+"""
 
 
 @short_traceback
@@ -64,7 +70,8 @@ def predict(
 
     Raises:
       ArtifactError, NotExportableError: see ``jg.export``.
-      ConfigError: no such column or output, or a column that is there already.
+      ConfigError: no such column or output, a column that is there already, or a
+        Python of Spark on this machine that has no jgraph.
 
     Example:
       >>> scored = predict(trainer, df, ["dense", "ids"], "p double")  # doctest: +SKIP
@@ -78,6 +85,7 @@ def predict(
             f"{_WHAT} was given a DataFrame of Spark Connect, which cannot send a "
             "model to executors; make a classic session where the driver runs"
         )
+    _check_python(session.sparkContext)
     pairs = (
         dict(columns)
         if isinstance(columns, Mapping)
@@ -121,6 +129,34 @@ def predict(
     schema = StructType([*renamed.schema.fields[:count], *declared.fields])
     scored = _mapped(renamed, facts, schema)
     return scored.toDF(*frame.columns, *declared.names)
+
+
+def _check_python(context: Any) -> None:
+    """Refuses a Python of Spark that cannot score, where it is on this machine.
+
+    Raises:
+      ConfigError: names what it lacks, and how another is chosen.
+    """
+    python = str(context.pythonExec)
+    if not is_one_process(context) or python == sys.executable:
+        return
+    try:
+        asked = subprocess.run(
+            [python, "-c", _MISSING],
+            capture_output=True,
+            text=True,
+            timeout=_PYTHON_S,
+            check=True,
+        )
+        missing = ", ".join(asked.stdout.split())
+    except (OSError, subprocess.SubprocessError) as error:
+        missing = f"way to begin: {error}"
+    if missing:
+        raise ConfigError(
+            f"{_WHAT} scores rows in the Python of Spark, '{python}', which has no "
+            f"{missing}; before the session is made, type: "
+            f"export PYSPARK_PYTHON={sys.executable}"
+        )
 
 
 def _prepared(frame: Any, pairs: Mapping[str, str]) -> tuple[Any, dict[str, str]]:

@@ -11,7 +11,13 @@ import pytest
 
 from jgraph.errors import ConfigError
 from jgraph.launch.spark.cluster import SparkCluster
-from tests.support.spark_driver import Facts, facts_of, spark_home, start
+from tests.support.spark_driver import (
+    Facts,
+    facts_of,
+    spark_home,
+    standalone,
+    start,
+)
 
 DYNAMIC = {
     "spark.dynamicAllocation.enabled": "true",
@@ -49,9 +55,9 @@ def day(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Facts]:
 
 @pytest.fixture(scope="module")
 def night(tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    """What was seen of DataFrames, which takes a minute."""
+    """What was seen of DataFrames and of executors, which takes a minute."""
     directory = tmp_path_factory.mktemp("frames")
-    with start(directory, "local[3]", "frames") as process:
+    with start(directory, "local[3]", "frames", "without_shm") as process:
         return facts_of(process, directory)
 
 
@@ -270,3 +276,57 @@ def test_a_task_that_asks_for_more_than_a_slot_gets_it(tmp_path: Path) -> None:
     assert first == second != worker
     assert found["steps"] == 20
     assert all("cpus in whole numbers" in said for said in found["wrong"])
+
+
+@pytest.mark.nightly
+def test_executors_need_no_dev_shm(night: Facts) -> None:
+    found = night["without_shm"]
+    if "cannot" in found:
+        pytest.skip(f"needs the right to mount: {found['cannot']}")
+    assert found["shm"].split()[3].startswith("ro")
+    assert found["steps"] == 50
+    assert "shared memory" in found["ways"]
+
+
+@pytest.mark.nightly
+def test_a_cluster_of_executors_learns_digits_of_a_data_frame_and_scores_others(
+    tmp_path: Path,
+) -> None:
+    settings = {
+        "spark.driver.host": "127.0.0.1",
+        "spark.executor.cores": "2",
+        "spark.executor.memory": "512m",
+    }
+    with (
+        standalone(tmp_path, 2) as master,
+        start(tmp_path, master, "digits", settings=settings) as process,
+    ):
+        found = facts_of(process, tmp_path)["digits"]
+    assert found["accuracy"] >= 0.97
+    assert found["executors"] == 2
+
+
+@pytest.mark.bad_input_row(30)
+@pytest.mark.nightly
+def test_a_session_of_spark_connect_is_refused_and_may_still_write_data(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("grpc_status", reason="needs pip install 'pyspark[connect]'")
+    pytest.importorskip("zstandard", reason="needs pip install 'pyspark[connect]'")
+    with start(tmp_path, "local[2]", "connect") as process:
+        found = facts_of(process, tmp_path)["connect"]
+    assert found["kind"].startswith("pyspark.sql.connect")
+    assert found["seen"], "each row once"
+    assert found["cluster"].startswith("JG-124 ")
+    assert "a Spark Connect session, which has no SparkContext" in found["cluster"]
+    assert "cannot send a model to executors" in found["scores"]
+
+
+@pytest.mark.bad_input_row(30)
+def test_what_looks_like_a_session_of_spark_connect_is_refused_by_name() -> None:
+    pytest.importorskip("pyspark", reason="needs jgraph[spark]")
+    kind = type("SparkSession", (), {"__module__": "pyspark.sql.connect.session"})
+    with pytest.raises(
+        ConfigError, match=r"which has no SparkContext .* make a classic"
+    ):
+        SparkCluster(kind())

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import jgraph as jg
 from jgraph.serving.exported_model import ExportedModel, loaded
 from jgraph.serving.signature import DEFAULT
 from jgraph.train.spark.frame_scores import ROWS, _scores
+from jgraph.train.spark.scoring import _check_python
 
 pa = pytest.importorskip("pyarrow")
 types = pytest.importorskip("pyspark.sql.types", reason="needs jgraph[spark]")
@@ -99,3 +101,24 @@ def test_without_pyspark_the_message_says_what_to_install(
     ):
         with pytest.raises(jg.JGError, match=r"pip install 'jgraph\[spark\]'"):
             use()
+
+
+@pytest.mark.bad_input_row(30)
+@pytest.mark.parametrize(
+    ("program", "complaint"),
+    [
+        ('#!/bin/sh\nexec {python} -I -S "$@"\n', "has no pyarrow, jax, jgraph; "),
+        ("#!/bin/sh\nexit 3\n", "has no way to begin: .* exit status 3"),
+    ],
+)
+def test_a_python_of_spark_that_cannot_score_is_refused_before_a_row_is_read(
+    tmp_path: Path, program: str, complaint: str
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(program.format(python=sys.executable))
+    python.chmod(0o700)
+    context = SimpleNamespace(master="local[2]", pythonExec=str(python))
+    with pytest.raises(jg.JGError, match=f"(?s){complaint}.*PYSPARK_PYTHON="):
+        _check_python(context)
+    context.pythonExec = sys.executable
+    _check_python(context)
