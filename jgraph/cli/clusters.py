@@ -137,57 +137,77 @@ def up(
 def scale(
     target: Target = None,
     workers: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="How many workers there are to be, or a change: +1 starts one more, "
-            "-1 lets the last one leave."
+            "-1 lets the last one leave. If nothing is said: +1."
         ),
-    ] = "+1",
+    ] = None,
+    ps: Annotated[
+        str | None,
+        typer.Option(
+            help="How many parameter servers there are to be, or a change: variables "
+            "of runs move to those that join, and from those that leave."
+        ),
+    ] = None,
     name: Name = "default",
     timeout: Timeout = 60,
     tls_dir: Certificates = None,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Change the number of workers while runs go on.
+    """Change the number of workers, and of parameter servers, while runs go on.
 
     Those that join take part in runs that are elastic; those that leave hand over. More
     can be started of a cluster that `jgraph up` holds on this machine; elsewhere each
     host starts its own, with `jgraph server --join`.
     """
     from jgraph.client.cluster import connect
-    from jgraph.client.runs.scaling import scale_workers
+    from jgraph.client.runs.scaling import Scaler
     from jgraph.errors import RescaleError
-    from jgraph.launch.local.daemon import start_workers
+    from jgraph.launch.local.daemon import start_tasks
 
     where, began = target_of(target, name), SystemClock()
+    if workers is None and ps is None:
+        workers = "+1"
 
-    def start(count: int) -> None:
+    def start(job: str, count: int) -> None:
         if target is not None:
+            tasks = "parameter servers" if job == "ps" else "workers"
             raise RescaleError(
-                f"{count} more workers cannot be started from here: {target} may be "
-                "held anywhere; start each on its host: jgraph server --job worker "
+                f"{count} more {tasks} cannot be started from here: {target} may be "
+                f"held anywhere; start each on its host: jgraph server --job {job} "
                 f"--join {target}"
             )
-        start_workers(name, count)
+        start_tasks(name, job, count)
 
     since_s = began.now()
     files = {"tls": tls_dir, "token_file": token_file}
     with connect(where, timeout_s=timeout, **files) as cluster:
-        wanted = int(workers) if workers.isdecimal() else workers
-        there = scale_workers(
-            *(cluster, wanted, None),
-            start=start,
-            drain=cluster.leave,
-            ended=lambda tasks: None,
-            timeout_s=timeout,
-            wait=True,
-        )
+        acts = start, cluster.leave, cluster.announce, lambda tasks: None
+        Scaler(cluster, *acts, timeout_s=timeout).scale(*map(_count, (workers, ps)))
         arrangement = cluster.arrangement
+        there = {job: cluster.tasks(job) for job in ("worker", "ps")}
     seconds = round(began.now() - since_s, 3)
-    facts = {"workers": there, "arrangement": arrangement, "seconds": seconds}
-    text = f"{len(there)} workers after {seconds:.1f} s: {', '.join(there)}"
+    facts = {
+        "workers": there["worker"],
+        "ps": there["ps"],
+        "arrangement": arrangement,
+        "seconds": seconds,
+    }
+    asked = ["worker"] if workers is not None else []
+    asked += ["ps"] if ps is not None else []
+    names = {"worker": "workers", "ps": "ps"}
+    text = "\n".join(
+        f"{len(there[job])} {names[job]} after {seconds:.1f} s: {', '.join(there[job])}"
+        for job in asked
+    )
     say(facts, text, as_json=as_json)
+
+
+def _count(text: str | None) -> int | str | None:
+    """Returns a number of tasks, or a change, as it was typed."""
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 def down(name: Name = "default", timeout: Timeout = 20, as_json: Json = False) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
@@ -12,7 +13,7 @@ import jax
 from jgraph.client.connection import Connection
 from jgraph.client.logs import EventTail
 from jgraph.client.no_handler import NoHandler
-from jgraph.client.runs.scaling import SCALE_S, scale_workers
+from jgraph.client.runs.scaling import SCALE_S, Scaler
 from jgraph.client.wait_for_tasks import (
     ASK_AGAIN_S,
     check_versions,
@@ -171,57 +172,59 @@ class Cluster(Connection):
         self,
         *,
         workers: int | str | None = None,
-        ps: None = None,
+        ps: int | str | None = None,
         timeout_s: float = SCALE_S,
         wait: bool = True,
     ) -> list[TaskName]:
-        """Makes the cluster have more workers, or fewer, while runs go on.
+        """Makes the cluster have more workers and ps, or fewer, while runs go on.
 
         Those that join take part in runs with ``jg.Elastic``. Those that leave, the
-        ones with the highest indices, hand over as by ``drain``. Only who starts a
+        ones with the highest indices, hand over as by ``drain``. Variables of runs with
+        ``jg.Elastic(ps=…)`` move to ps that join, and from those that leave, while
+        loops pause. Only who starts a
         cluster's processes can start more: ``jg.LocalCluster(elastic=True)``, ``jgraph
         up``, Ray; anywhere else start them with ``jgraph server --join``.
 
         Args:
           workers: how many there are to be, or a change: ``"+1"``, ``"-2"``.
-          ps: parameter servers stay as they are.
+          ps: how many parameter servers there are to be, or a change.
           timeout_s: how long to wait.
           wait: until those that joined take part in the runs that take them, and the
             others have left. False returns when they were told to.
 
         Returns:
-          The workers there are then.
+          The workers there are then, or the ps if their number was asked for alone.
 
         Raises:
           ConfigError: no such number.
           DeadlineError: it takes longer; what was begun goes on.
           RescaleError: a run may not have so many, or nobody here can start them.
         """
-        return scale_workers(
-            self,
-            workers,
-            ps,
-            start=self._start_workers,
-            drain=self.leave,
-            ended=self._forget_workers,
-            timeout_s=timeout_s,
-            wait=wait,
+        scaler = Scaler(
+            self, self._start_tasks, self.leave, self.announce, self._forget_tasks
         )
+        scaler = replace(scaler, timeout_s=timeout_s, wait=wait)
+        there = scaler.scale(workers, ps)
+        return there["ps" if workers is None else "worker"]
 
-    def _start_workers(self, count: int) -> None:
+    def _start_tasks(self, job: str, count: int) -> None:
         raise RescaleError(
-            f"{self!r} was started elsewhere, and {count} more worker"
-            f"{'s' if count > 1 else ''} cannot be started from here; start each on "
-            f"its host: jgraph server --job worker --join {self.target}"
+            f"{self!r} was started elsewhere, and {count} more {job}"
+            f"{'s' if count > 1 and job != 'ps' else ''} cannot be started from here; "
+            f"start each on its host: jgraph server --job {job} --join {self.target}"
         )
 
     def leave(self, task: TaskName) -> None:
         """Tells a task to end, and to be no task of the cluster any more."""
-        request = frame(leave_request=pb.LeaveRequest(task=task))
-        self.call("Master.Leave", request)
+        self.announce(task)
         self.drain(task)
 
-    def _forget_workers(self, tasks: Sequence[TaskName]) -> None:
+    def announce(self, task: TaskName) -> None:
+        """Says that a task will leave the cluster: what it holds moves to others."""
+        request = frame(leave_request=pb.LeaveRequest(task=task))
+        self.call("Master.Leave", request)
+
+    def _forget_tasks(self, tasks: Sequence[TaskName]) -> None:
         """These have left the cluster."""
 
     @short_traceback

@@ -1,5 +1,6 @@
 """Variable directory of a client: the task of every variable, known or to be chosen."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import final
 
@@ -56,10 +57,15 @@ class VariableDirectory:
         """
         query = frame(variable_query=pb.VariableQuery())
         table = body_of(self._cluster.call("Master.Variables", query))
-        rows = {(row.container, row.name): row for row in table.variables}
+        rows: defaultdict[VariableKey, dict[str, pb.VariableInfo]] = defaultdict(dict)
+        for row in table.variables:
+            rows[row.container, row.name][row.task] = row
         errors = [from_status(status) for status in table.missing]
         for spec in (shard for logical in specs for shard in logical.shards):
-            if (row := rows.get(spec.key)) is not None:
+            if spec.key in rows:  # on two tasks at most, while it moves
+                stored = rows[spec.key]
+                home = spec.device.task_name or ""
+                row = stored.get(home) or next(iter(stored.values()))
                 _check_stored(spec, row)
                 self.tasks[spec.key] = TaskName(row.task)
                 continue

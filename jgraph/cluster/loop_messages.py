@@ -21,6 +21,7 @@ from jgraph.rpc.frames import body_of
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.data.batches import Reader
+from jgraph.view.units import bytes_text
 
 ARBITER: Final = 1 << 20
 """Stands in place of a replica for the loop that decides in synchronous training."""
@@ -45,6 +46,7 @@ class RunRequest:
       client: that it ends with; None: it is detached.
       elastic: how many workers it may have; None: those that it begins with.
       owners: workers that hold variables of it.
+      ps: where its variables lie, by the number of ps; None: that is fixed.
     """
 
     about: Mapping[str, Any]
@@ -56,6 +58,33 @@ class RunRequest:
     client: pb.RunClient | None = None
     elastic: pb.RunElastic | None = None
     owners: Sequence[TaskName] = ()
+    ps: pb.RunPs | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rescaled:
+    """The variables of a run have moved to more ps, or to fewer.
+
+    Attributes:
+      before: ps that it had.
+      ps: that it has.
+      nbytes: that moved.
+      took_s: since it was asked.
+      paused_s: so long of that no loop ran.
+    """
+
+    before: int
+    ps: int
+    nbytes: int
+    took_s: float
+    paused_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.before} to {self.ps} ps: {bytes_text(self.nbytes)} moved in "
+            f"{self.took_s:.1f} s, training paused for {self.paused_s:.2f} s"
+        )
 
 
 @final
@@ -214,6 +243,7 @@ class LoopReport:
       pieces: batches of the steps, where these are of several.
       rounds: of synchronous training to which some are invited: who took part, by task,
         and seconds from the first contribution to the decision.
+      rescaled: "rescaled": it has more ps, or fewer; likewise.
     """
 
     replica: int
@@ -236,6 +266,7 @@ class LoopReport:
     halted: int = 0
     in_flight: int = 0
     restored: Recovery | None = None
+    rescaled: Rescaled | None = None
     pieces: int = 0
 
     @property
@@ -277,7 +308,7 @@ def _report(replica: int, task: TaskName, message: Frame) -> LoopReport:
         dropped={TaskName(task): count for task, count in body.dropped.items()},
         position=json.loads(body.data_position or "null"),
         done=tuple(leases_of(body.done)),
-        number=body.restored.number or body.number,
+        number=body.restored.number or body.rescaled.number or body.number,
         loop=body.loop,
         handle=body.handle,
         told_s=body.seconds,
@@ -293,6 +324,7 @@ def _report(replica: int, task: TaskName, message: Frame) -> LoopReport:
             )
             for one in body.rounds
         ),
+        rescaled=rescaled_of(body),
     )
 
 
@@ -304,6 +336,16 @@ def recovery_of(body: pb.LoopReport) -> Recovery | None:
     lost = tuple(TaskName(task) for task in restored.lost)
     return Recovery(
         lost, restored.step, restored.back_to, restored.seconds, restored.told
+    )
+
+
+def rescaled_of(body: pb.LoopReport) -> Rescaled | None:
+    """Returns that a run has other ps, if this is what a report tells."""
+    if not body.HasField("rescaled"):
+        return None
+    switch = body.rescaled
+    return Rescaled(
+        switch.before, switch.ps, switch.nbytes, switch.seconds, switch.paused_s
     )
 
 

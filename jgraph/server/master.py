@@ -40,7 +40,7 @@ from jgraph.errors import (
     UnknownDeviceError,
 )
 from jgraph.failpoints import failpoint
-from jgraph.graph.device import is_worker
+from jgraph.graph.device import is_ps, is_worker
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -119,6 +119,21 @@ class Master:
             for task, member in context.arrangement.members.items()
             if is_worker(task) and not member.leaves
         }
+
+    def ps(self) -> dict[int, bool]:
+        """Returns, for the index of each ps, whether it was not told to leave."""
+        members = self._context.arrangement.members
+        return {
+            int(task.rpartition(":")[2]): task not in members
+            or not members[task].leaves
+            for task in self._context.addresses
+            if is_ps(task)
+        }
+
+    def leavers(self) -> frozenset[TaskName]:
+        """Returns the tasks that do not come back when they are told to end."""
+        members = self._context.arrangement.members.items()
+        return frozenset(t for t, one in members if one.incarnation or one.leaves)
 
     def note(self, kind: str, text: str) -> None:
         """Notes an event of the cluster."""
@@ -375,6 +390,9 @@ class Master:
     def address(self, task: TaskName) -> str:
         """Returns where a task listens."""
         if task not in self._context.addresses:
+            if is_ps(task) and self._context.arrangement.number:
+                what = f"{task} is no member of the cluster now"
+                raise TaskLostError(what, task=task)
             raise UnknownDeviceError(
                 f"this cluster has no {task}; it has {', '.join(self.tasks())}"
             )

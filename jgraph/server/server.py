@@ -40,6 +40,7 @@ from jgraph.errors import (
     TaskLostError,
 )
 from jgraph.errors.tracebacks import short_traceback
+from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
 from jgraph.rpc.frames import body_of
 from jgraph.rpc.grpc.health import HealthServer
@@ -210,7 +211,11 @@ class TaskServer:
                 "more, or another process has joined as that"
             )
             self.service.peer_lost(task, FencedError(why, task=task))
-        elif arrangement.number and arrangement.members[task].leaves:
+        elif (
+            arrangement.number
+            and arrangement.members[task].leaves
+            and not is_ps(task)  # whoever told it to ends it, once it holds nothing
+        ):
             # Who told it to says first how long what runs has.
             loop = asyncio.get_running_loop()
             loop.call_later(_LEAVE_S, self._shutdown_asked, _STOP_GRACE_S)

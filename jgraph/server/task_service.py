@@ -373,7 +373,12 @@ class TaskService:
         yield frame(variable_table=pb.VariableTable(variables=rows))
 
     async def _reset(self, request: Frame) -> AsyncIterator[Frame]:
-        containers = list(body_of(request).containers)
+        containers, names = list(body_of(request).containers), body_of(request).names
+        if names:
+            for container in containers:
+                self.runtime.store.forget(container, names)
+            yield frame(empty=pb.Empty())
+            return
         self.runtime.reset(containers)
         self.records.drop(containers)
         self.gates.drop(containers or list(self.runtime.gates))
@@ -382,7 +387,7 @@ class TaskService:
 
     async def _move_variables(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)
-        self.runtime.store.move(body.container, body.into)
+        self.runtime.store.move(body.container, body.into, beside=body.beside)
         yield frame(empty=pb.Empty())
 
     async def _task_log(self, request: Frame) -> AsyncIterator[Frame]:

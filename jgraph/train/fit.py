@@ -232,6 +232,8 @@ class Fit:
                     answers.answer(question)
                 elif chunk.restored is not None:
                     self._recovered(chunk.restored, watch)
+                elif chunk.rescaled is not None:
+                    self.run.rescaled(chunk.rescaled)
                 else:
                     self._take(chunk, watch)
                 if attempt.saving is not None and question is None:

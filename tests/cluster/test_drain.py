@@ -129,7 +129,7 @@ def by_master(far: Far) -> tuple[Callable[[], bool], Callable[[], None]]:
         what()
 
     event_loop.run(act(holds.hold))
-    return lambda: holds.is_asked, lambda: event_loop.run(act(holds.close))
+    return lambda: bool(holds.leaving), lambda: event_loop.run(act(holds.close))
 
 
 @pytest.mark.row(29)

@@ -61,10 +61,12 @@ class Owner:
     Attributes:
       give_data: gives a task the data that only the client has.
       holds: on the tasks that are read when the run is over.
+      move_to: looks for the variables on so many ps from now on.
     """
 
     give_data: Callable[[TaskName], None]
     holds: DrainHolds
+    move_to: Callable[[int], None] = lambda ps: None
 
 
 @final
@@ -205,6 +207,8 @@ class RunFollower:
         match question.kind:
             case "data":
                 self._beside(lambda: self._give_data(owner, question))
+            case "rescaled":
+                self._look_elsewhere(owner, question)
             case "waits":
                 ps = any(map(is_ps, question.tasks))  # the end of it is told, too
                 level = logging.INFO if ps else logging.WARNING
@@ -223,6 +227,17 @@ class RunFollower:
         try:
             for task in question.tasks:
                 owner.give_data(task)
+        except JGError as caught:
+            error = caught
+        question.answer(error=error)
+
+    def _look_elsewhere(self, owner: Owner, question: Question) -> None:
+        """Looks for the variables where they are now."""
+        error: JGError | None = None
+        try:
+            self._cluster.refresh()
+            owner.move_to(question.ps)
+            owner.holds.hold_ps(question.ps)
         except JGError as caught:
             error = caught
         question.answer(error=error)

@@ -22,11 +22,18 @@ class DrainHolds:
     Args:
       cluster: theirs.
       owners: workers that hold variables, and are held as well.
+      ps: how many ps are held, the first ones; None: all.
     """
 
-    def __init__(self, cluster: Connection, owners: Sequence[TaskName] = ()) -> None:
+    def __init__(
+        self,
+        cluster: Connection,
+        owners: Sequence[TaskName] = (),
+        ps: int | None = None,
+    ) -> None:
         self._cluster = cluster
         self._owners = owners
+        self._ps = ps
         self._calls: dict[TaskName, Future[None]] = {}
         self._ends: set[TaskName] = set()
         self.hold_needed()
@@ -46,6 +53,12 @@ class DrainHolds:
     def hold_needed(self) -> None:
         """Holds what the run has now, and is not held."""
         self.hold(self.needed)
+
+    def hold_ps(self, ps: int) -> None:
+        """Holds so many ps from now on: the variables lie on these."""
+        self._ps = ps
+        self.hold_needed()
+        self.let_go([task for task in self._calls if task not in self.needed])
 
     def let_go(self, tasks: Iterable[TaskName]) -> None:
         """Lets tasks end."""
@@ -70,7 +83,8 @@ class DrainHolds:
     @property
     def needed(self) -> list[TaskName]:
         """Who is to be held now."""
-        return [*self._cluster.tasks("ps"), *self._owners, self._cluster.master]
+        ps = self._cluster.tasks("ps")[: self._ps]
+        return [*ps, *self._owners, self._cluster.master]
 
     async def _hold(self, task: TaskName, answer: Future[None]) -> None:
         address = self._cluster.spec.address(task)

@@ -20,10 +20,12 @@ class Question:
     """What the master asks; see ``RunQuestion`` of the protocol.
 
     Attributes:
-      kind: "halted", "rest", "newest", "state", "data", "waits" or "finish".
+      kind: "halted", "rest", "newest", "state", "data", "waits", "rescaled" or
+        "finish".
       position: where in the data the run is; None: it is not said.
       tasks: that it is about.
       what: is waited for.
+      ps: on how many the variables lie.
     """
 
     cluster: Connection
@@ -34,6 +36,7 @@ class Question:
     position: Mapping[str, Any] | None
     tasks: tuple[TaskName, ...]
     what: str
+    ps: int = 0
     is_answered: bool = field(init=False, default=False)
 
     def answer(
@@ -78,4 +81,5 @@ def question_in(
         position=json.loads(question.position) if question.position else None,
         tasks=tuple(map(TaskName, question.tasks)),
         what=question.what,
+        ps=question.ps,
     )

@@ -40,6 +40,9 @@ class RunInfo:
       workers: that take part now; none of a run that is over.
       bounds: the least and the most workers of an elastic run; None: it is none.
       tables: parameters on ps, where the workers hold all others; None: ps hold all.
+      ps_bounds: the least and the most ps; None: it keeps those that it began with.
+      ps: how many it has, if there are bounds.
+      rescale: why it has not as many as its cluster; empty: it has.
     """
 
     name: str
@@ -59,6 +62,9 @@ class RunInfo:
     workers: tuple[TaskName, ...] = ()
     bounds: tuple[int, int | None] | None = None
     tables: tuple[str, ...] | None = None
+    ps_bounds: tuple[int, int] | None = None
+    ps: int = 0
+    rescale: str = ""
 
     def _repr_html_(self) -> str:
         return data(self)
@@ -92,6 +98,9 @@ def info_of(row: pb.RunRow) -> RunInfo:
         workers=tuple(map(TaskName, row.workers)),
         bounds=None if bounds is None else (bounds[0], bounds[1]),
         tables=None if tables is None else tuple(tables),
+        ps_bounds=None if info.get("ps") is None else tuple(info["ps"]),
+        ps=row.ps,
+        rescale=row.rescale,
     )
 
 

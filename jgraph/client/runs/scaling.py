@@ -1,8 +1,9 @@
-"""Scaling of a cluster: more workers, or fewer, while runs on it go on."""
+"""Scaling of a cluster: more workers and ps, or fewer, while runs on it go on."""
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, final
 
 from jgraph.client.connection import Connection
 from jgraph.client.runs.runs import RunInfo, runs_of
@@ -10,152 +11,244 @@ from jgraph.cluster.options import check_seconds
 from jgraph.cluster.polling import Polling
 from jgraph.errors import ConfigError, DeadlineError, RescaleError
 from jgraph.graph.device import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import body_of, frame
 
 SCALE_S: Final = 60.0
 """So long ``scale`` waits."""
 _POLL_S: Final = 0.1
 _CHANGE: Final = re.compile(r"[+-]\d{1,6}")
+_NAMES: Final[Mapping[str, str]] = {"worker": "workers", "ps": "parameter servers"}
+_ARGUMENTS: Final[Mapping[str, str]] = {"worker": "workers", "ps": "ps"}
 
 
-def scale_workers(
-    cluster: Connection,
-    workers: int | str | None,
-    ps: object,
-    *,
-    start: Callable[[int], None],
-    drain: Callable[[TaskName], None],
-    ended: Callable[[Sequence[TaskName]], None],
-    timeout_s: float,
-    wait: bool,
-) -> list[TaskName]:
-    """Makes a cluster have so many workers; see ``Cluster.scale``.
+@final
+@dataclass(frozen=True, slots=True)
+class Scaler:
+    """Makes a cluster have more tasks, or fewer; see ``Cluster.scale``.
 
-    Args:
+    Attributes:
       cluster: the client.
-      workers: how many, or a change: "+1".
-      ps: must be None.
-      start: starts so many more.
-      drain: tells one to leave.
+      start: starts so many more tasks of a job.
+      leave: tells a task to end, and to be no task of the cluster any more.
+      announce: says that a task will leave, which goes on until it is told to.
       ended: learns which have left.
       timeout_s: how long to wait.
       wait: until those that join take part in the runs that take them.
-
-    Returns:
-      The workers there are then.
     """
-    if ps is not None:
-        raise RescaleError(
-            f"scale(ps={ps!r:.40}): the parameter servers of a cluster are those that "
-            "it began with, and stay; only workers join and leave: scale(workers=…)"
-        )
-    check_seconds("timeout_s", timeout_s)
-    cluster.refresh()
-    before = cluster.tasks("worker")
-    wanted = wanted_workers(workers, len(before))
-    runs = [run for run in runs_of(cluster) if run.state == "running"]
-    for run in runs:
-        _check_bounds(run, wanted)
-    polling = Polling(_POLL_S, timeout_s)
-    leavers = before[wanted:]
-    if wanted > len(before):
-        start(wanted - len(before))
-    for task in reversed(leavers):
-        drain(task)
-    if not wait:
-        return before[:wanted]
-    _wait_members(cluster, wanted, leavers, polling, timeout_s)
-    ended(leavers)
-    _wait_taking_part(cluster, [run.name for run in runs], polling, timeout_s)
-    return cluster.tasks("worker")
+
+    cluster: Connection
+    start: Callable[[str, int], None]
+    leave: Callable[[TaskName], None]
+    announce: Callable[[TaskName], None]
+    ended: Callable[[Sequence[TaskName]], None]
+    timeout_s: float = SCALE_S
+    wait: bool = True
+
+    def scale(
+        self, workers: int | str | None, ps: int | str | None
+    ) -> dict[str, list[TaskName]]:
+        """Makes the cluster have so many workers and ps; returns those there are then.
+
+        Args:
+          workers: how many, or a change: "+1"; None: as they are.
+          ps: likewise.
+        """
+        check_seconds("timeout_s", self.timeout_s)
+        if workers is None and ps is None:
+            wanted_tasks("worker", workers, 0)  # refuses it
+        self.cluster.refresh()
+        wanted = {
+            job: wanted_tasks(job, count, len(self.cluster.tasks(job)))
+            for job, count in (("worker", workers), ("ps", ps))
+            if count is not None
+        }
+        runs = [run for run in runs_of(self.cluster) if run.state == "running"]
+        for job, count in wanted.items():
+            for run in runs:
+                _check_bounds(run, job, count, len(self.cluster.tasks(job)))
+        polling = Polling(_POLL_S, self.timeout_s)
+        there = {}
+        for job, count in wanted.items():
+            scale = self._scale_ps if job == "ps" else self._scale_workers
+            there[job] = scale(count, runs, polling)
+        return there
+
+    def _scale_workers(
+        self, wanted: int, runs: Sequence[RunInfo], polling: Polling
+    ) -> list[TaskName]:
+        before = self.cluster.tasks("worker")
+        leavers = before[wanted:]
+        if wanted > len(before):
+            self.start("worker", wanted - len(before))
+        for task in reversed(leavers):
+            self.leave(task)
+        if not self.wait:
+            return before[:wanted]
+        self._wait_members("worker", wanted, leavers, polling)
+        self.ended(leavers)
+        self._wait_taking_part([run.name for run in runs], polling)
+        return self.cluster.tasks("worker")
+
+    def _scale_ps(
+        self, wanted: int, runs: Sequence[RunInfo], polling: Polling
+    ) -> list[TaskName]:
+        before = self.cluster.tasks("ps")
+        leavers = before[wanted:]
+        moves = [run.container for run in runs if run.ps_bounds is not None]
+        for task in leavers:
+            self._check_empty(task, moves)
+        if wanted > len(before):
+            self.start("ps", wanted - len(before))
+        for task in reversed(leavers):
+            self.announce(task)
+        if self.wait or leavers:  # who leaves ends when nobody needs it any more
+            self._wait_moved(wanted, [run.name for run in runs], polling)
+        for task in reversed(leavers):
+            self._check_empty(task)
+            self.leave(task)
+        if not self.wait:
+            return before[:wanted]
+        self._wait_members("ps", wanted, leavers, polling)
+        self.ended(leavers)
+        return self.cluster.tasks("ps")
+
+    def _wait_members(
+        self, job: str, wanted: int, leavers: Sequence[TaskName], polling: Polling
+    ) -> None:
+        """Waits until those that were started are members, and leavers none."""
+        while True:
+            self.cluster.refresh()
+            there = self.cluster.tasks(job)
+            late = [task for task in leavers if task in there]
+            if len(there) >= wanted and not late:
+                return
+            if not polling.wait():
+                names = _NAMES[job]
+                what = f"{', '.join(late)} to leave" if late else f"{names} to join"
+                raise DeadlineError(
+                    f"scale waited {self.timeout_s:g} s for {what}: there are "
+                    f"{len(there)} of {wanted} {names}; what runs goes on with those "
+                    "there are, and `jgraph events` tells what became of the others",
+                    pending=late,
+                )
+
+    def _wait_taking_part(self, names: Sequence[str], polling: Polling) -> None:
+        """Waits until all workers take part in the runs that take them."""
+        while True:
+            workers = set(self.cluster.tasks("worker"))
+            waits = {
+                run.name: sorted(workers - set(run.workers))
+                for run in _running(self.cluster, names)
+                if run.bounds is not None
+            }
+            late = {name: tasks for name, tasks in waits.items() if tasks}
+            if not late:
+                return
+            if not polling.wait():
+                name, tasks = next(iter(late.items()))
+                raise DeadlineError(
+                    f"scale waited {self.timeout_s:g} s for {', '.join(tasks)} to take "
+                    f"part in run '{name}'; they may need longer to load the data and "
+                    "to compile, and take part when they are ready",
+                    pending=tasks,
+                )
+
+    def _wait_moved(self, wanted: int, names: Sequence[str], polling: Polling) -> None:
+        """Waits until the variables of all runs lie on so many ps."""
+        while True:
+            late = [
+                run
+                for run in _running(self.cluster, names)
+                if run.ps_bounds is not None and run.ps != wanted
+            ]
+            if not late:
+                return
+            if not polling.wait():
+                why = f": {late[0].rescale}" if late[0].rescale else ""
+                raise RescaleError(
+                    f"scale waited {self.timeout_s:g} s for the variables of run "
+                    f"'{late[0].name}' to lie on {wanted} parameter servers, and it "
+                    f"goes on with {late[0].ps}{why}; it moves them as soon as it can",
+                    run=late[0].name,
+                )
+
+    def _check_empty(self, task: TaskName, moves: Sequence[str] = ()) -> None:
+        """Refuses to end a ps that holds variables of containers that do not move."""
+        query = frame(variable_query=pb.VariableQuery())
+        address = self.cluster.find(task)
+        table = body_of(self.cluster.call("Variables", query, to=address))
+        rows = [row for row in table.variables if row.container not in moves]
+        names = [row.name for row in rows]
+        if names:
+            count = f"{len(names)} variable{'s' if len(names) > 1 else ''}"
+            raise RescaleError(
+                f"{task} leaves the cluster and holds {count} that no run moves, "
+                f"'{names[0]}' first; read what is needed of them, drop them with "
+                "cluster.reset() or Trainer.close(), and scale again",
+                task=task,
+            )
 
 
-def wanted_workers(workers: object, now: int) -> int:
-    """Returns how many workers are asked for.
+def wanted_tasks(job: str, count: object, now: int) -> int:
+    """Returns how many tasks of a job are asked for.
 
     Args:
-      workers: a count, or a change as text.
+      job: "worker" or "ps".
+      count: of these, or a change as text.
       now: how many there are.
 
     Raises:
       ConfigError: it is neither, or leaves none.
 
     Example:
-      >>> wanted_workers("+2", 3), wanted_workers("-1", 3), wanted_workers(6, 3)
-      (5, 2, 6)
+      >>> wanted_tasks("worker", "+2", 3), wanted_tasks("ps", "-1", 3)
+      (5, 2)
+      >>> wanted_tasks("worker", 6, 3)
+      6
     """
-    if isinstance(workers, str) and _CHANGE.fullmatch(workers):
-        wanted = now + int(workers)
-    elif isinstance(workers, int) and not isinstance(workers, bool):
-        wanted = workers
+    argument, names = _ARGUMENTS[job], _NAMES[job]
+    if isinstance(count, str) and _CHANGE.fullmatch(count):
+        wanted = now + int(count)
+    elif isinstance(count, int) and not isinstance(count, bool):
+        wanted = count
     else:
         raise ConfigError(
-            f"scale(workers={workers!r:.40}): give how many workers there are to be, "
-            'or how many more or fewer as text: workers=6, workers="+1", workers="-2"'
+            f"scale({argument}={count!r:.40}): give how many {names} there are to be, "
+            f'or how many more or fewer as text: {argument}=6, {argument}="+1", '
+            f'{argument}="-2"'
         )
     if wanted < 1:
         raise ConfigError(
-            f"scale(workers={workers!r:.40}) would leave {max(wanted, 0)} of {now} "
-            "workers; a cluster keeps 1 at least, cluster.shutdown() ends it"
+            f"scale({argument}={count!r:.40}) would leave {max(wanted, 0)} of {now} "
+            f"{names}; a cluster keeps 1 at least, cluster.shutdown() ends it"
         )
     return wanted
 
 
-def _check_bounds(run: RunInfo, wanted: int) -> None:
-    if run.bounds is None:
+def _running(cluster: Connection, names: Sequence[str]) -> list[RunInfo]:
+    """Returns those of some runs that are not over."""
+    runs = runs_of(cluster)
+    return [run for run in runs if run.name in names and run.state == "running"]
+
+
+def _check_bounds(run: RunInfo, job: str, wanted: int, now: int) -> None:
+    bounds = run.ps_bounds if job == "ps" else run.bounds
+    names, argument = _NAMES[job], _ARGUMENTS[job]
+    if bounds is None:
+        if job == "ps" and wanted < now:
+            raise RescaleError(
+                f"scale(ps={wanted}): run '{run.name}' keeps its variables where they "
+                "are; give its strategy elastic=jg.Elastic(ps=(least, most)), or wait "
+                "for its end",
+                run=run.name,
+            )
         return
-    least, most = run.bounds
+    least, most = bounds
     if wanted < least or (most is not None and wanted > most):
-        bounds = f"{least} or more" if most is None else f"{least} to {most}"
+        text = f"{least} or more" if most is None else f"{least} to {most}"
         raise RescaleError(
-            f"scale(workers={wanted}): run '{run.name}' may have {bounds} workers, as "
-            "jg.Elastic(workers=…) says; it goes on as before",
+            f"scale({argument}={wanted}): run '{run.name}' may have {text} {names}, as "
+            f"jg.Elastic({argument}=…) says; it goes on as before",
             run=run.name,
         )
-
-
-def _wait_members(
-    cluster: Connection,
-    wanted: int,
-    leavers: Sequence[TaskName],
-    polling: Polling,
-    timeout_s: float,
-) -> None:
-    """Waits until those that were started are members, and leavers none."""
-    while True:
-        cluster.refresh()
-        there = cluster.tasks("worker")
-        late = [task for task in leavers if task in there]
-        if len(there) >= wanted and not late:
-            return
-        if not polling.wait():
-            what = f"{', '.join(late)} to leave" if late else "workers to join"
-            raise DeadlineError(
-                f"scale waited {timeout_s:g} s for {what}: there are {len(there)} of "
-                f"{wanted} workers; what runs goes on with those there are, and "
-                "`jgraph events` tells what became of the others",
-                pending=late,
-            )
-
-
-def _wait_taking_part(
-    cluster: Connection, names: Sequence[str], polling: Polling, timeout_s: float
-) -> None:
-    """Waits until all workers take part in the runs that take them."""
-    while True:
-        workers = set(cluster.tasks("worker"))
-        waits = {
-            run.name: sorted(workers - set(run.workers))
-            for run in runs_of(cluster)
-            if run.name in names and run.state == "running" and run.bounds is not None
-        }
-        late = {name: tasks for name, tasks in waits.items() if tasks}
-        if not late:
-            return
-        if not polling.wait():
-            name, tasks = next(iter(late.items()))
-            raise DeadlineError(
-                f"scale waited {timeout_s:g} s for {', '.join(tasks)} to take part in "
-                f"run '{name}'; they may need longer to load the data and to compile, "
-                "and take part when they are ready",
-                pending=tasks,
-            )

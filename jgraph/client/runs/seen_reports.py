@@ -15,7 +15,7 @@ class ReportDeduplicator:
         self._loop = ""
         self._number = 0
         self._next_step = 0
-        self._last_restore = 0
+        self._last_restore = self._last_rescale = 0
 
     def unseen(self, report: Frame) -> Frame | None:
         """Returns what is new in a report, which counts as seen from here on.
@@ -27,6 +27,10 @@ class ReportDeduplicator:
         if body.HasField("restored"):
             is_new = body.restored.number > self._last_restore
             self._last_restore = max(self._last_restore, body.restored.number)
+            return report if is_new else None
+        if body.HasField("rescaled"):
+            is_new = body.rescaled.number > self._last_rescale
+            self._last_rescale = max(self._last_rescale, body.rescaled.number)
             return report if is_new else None
         if body.loop in self._past_loops:
             return None

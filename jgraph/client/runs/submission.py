@@ -115,6 +115,7 @@ def _open_run(
         client=about.client,
         elastic=about.elastic,
         owners=about.owners,
+        ps=about.ps,
     )
     cluster.call("Master.OpenRun", frame(open_run=order), timeout_s=SILENCE_S)
     for program in about.programs:

@@ -26,7 +26,7 @@ LEASE_S: Final = 60.0
 """So long an index is kept for a process that does not serve yet, or is silent."""
 MOST: Final = 4096
 """Indices of a job."""
-JOBS: Final = frozenset({"worker"})
+JOBS: Final = frozenset({"worker", "ps"})
 """Of which tasks may join."""
 
 
@@ -354,9 +354,9 @@ def _by_index(item: tuple[TaskName, Member]) -> tuple[str, int]:
 
 def _no_such_job(job: str) -> JGError:
     return RescaleError(
-        f"a task of job '{job[:80]}' would join, and only workers do: the parameter "
-        "servers of a cluster, and its other tasks, are those that it began with; "
-        "write --job worker"
+        f"a task of job '{job[:80]}' would join, and only workers and parameter "
+        "servers do: other tasks of a cluster are those that it began with; write "
+        "--job worker, or --job ps"
     )
 
 

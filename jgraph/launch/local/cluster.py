@@ -67,7 +67,7 @@ class LocalCluster(Cluster):
       frozen_s: with ``restarts``, a task whose process is stopped (SIGSTOP, not a
         debugger) for so many seconds is killed and started again. One that is slow is
         not, and one that goes on before that is waited for.
-      elastic: whether ``scale`` may start more workers, and let some leave.
+      elastic: whether ``scale`` may start more workers and ps, and let some leave.
       dashboard: whether to start one; its address is logged, and in
         ``repr(cluster.board)``. See ``Cluster.dashboard``.
 
@@ -127,7 +127,11 @@ class LocalCluster(Cluster):
                 from jgraph.rpc.security.certificates import make_certificates
 
                 spares = _SPARES if elastic else 0
-                with_spares = {**counts, "worker": counts["worker"] + spares}
+                jobs_with_spares = ("worker", "ps")
+                with_spares = {
+                    job: count + (spares if job in jobs_with_spares else 0)
+                    for job, count in counts.items()
+                }
                 make_certificates(self._certificates, tasks_of(with_spares))
             token = Token.make(Path(self._secrets) / NAME)
             environment = {**(env or {}), TOKEN_FILE: str(token.path)}
@@ -201,24 +205,29 @@ class LocalCluster(Cluster):
         """See ``Cluster.starts_workers``."""
         return self._is_elastic
 
-    def _start_workers(self, count: int) -> None:
+    def _start_tasks(self, job: str, count: int) -> None:
         self._check_elastic()
-        self._processes.start_joiners(count)
+        self._processes.start_joiners(count, job)
 
     def leave(self, task: TaskName) -> None:
         """See ``Cluster.leave``."""
         self._check_elastic()
         super().leave(task)
 
-    def _forget_workers(self, tasks: Sequence[TaskName]) -> None:
+    def announce(self, task: TaskName) -> None:
+        """See ``Cluster.announce``."""
+        self._check_elastic()
+        super().announce(task)
+
+    def _forget_tasks(self, tasks: Sequence[TaskName]) -> None:
         for task in tasks:
             self._processes.forget(task)
 
     def _check_elastic(self) -> None:
         if not self._is_elastic:
             raise RescaleError(
-                "this cluster keeps the workers that it began with; make one whose "
-                "workers may join and leave: jg.LocalCluster(elastic=True)"
+                "this cluster keeps the tasks that it began with; make one whose tasks "
+                "may join and leave: jg.LocalCluster(elastic=True)"
             )
 
     def _launcher_events(self) -> list[Event]:

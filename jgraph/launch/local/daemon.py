@@ -193,14 +193,14 @@ def down(name: str, timeout_s: float = _END_S) -> NamedCluster:
     return cluster
 
 
-def start_workers(name: str, count: int) -> None:
-    """Lets the daemon of a named cluster start so many workers more, which join it.
+def start_tasks(name: str, job: str, count: int) -> None:
+    """Lets the daemon of a named cluster start so many tasks more, which join it.
 
     Raises:
       ClusterUnreachableError: no such cluster runs.
     """
     cluster = named_cluster(name)
-    _wanted_file(name).write_text(str(count))
+    _wanted_file(name).write_text(f"{job} {count}")
     os.kill(cluster.daemon, signal.SIGHUP)
 
 
@@ -259,7 +259,7 @@ def _state_file(name: str) -> Path:
 
 
 def _wanted_file(name: str) -> Path:
-    """Returns the file that says how many more workers a daemon is to start."""
+    """Returns the file that says how many more tasks a daemon is to start."""
     return _state_file(name).with_suffix(".wanted")
 
 
@@ -273,14 +273,14 @@ def _is_daemon(pid: int) -> bool:
 
 
 def _start_wanted(tasks: TaskProcesses, wanted: Path) -> None:
-    """Starts the workers that a file asks for, once."""
+    """Starts the tasks that a file asks for, once."""
     try:
-        count = int(wanted.read_text())
+        job, count = wanted.read_text().split()
         wanted.unlink()
         tasks.forget_ended()
-        tasks.start_joiners(count)
+        tasks.start_joiners(int(count), job)
     except (OSError, ValueError, JGError):
-        logging.getLogger("jgraph.restarts").exception("no workers were started")
+        logging.getLogger("jgraph.restarts").exception("no tasks were started")
 
 
 def main(

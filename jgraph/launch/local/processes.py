@@ -235,7 +235,7 @@ class TaskProcesses:
         self._again: set[TaskName] = set()
         self._on_start = on_start
         self._environments = {
-            job: environment_of(job, environment) for job in {*counts, "worker"}
+            job: environment_of(job, environment) for job in {*counts, "worker", "ps"}
         }
         self._make = partial(
             TaskProcess,
@@ -285,16 +285,23 @@ class TaskProcesses:
             )
         return found
 
-    def start_joiners(self, count: int, timeout_s: float = START_S) -> None:
-        """Starts workers that join the cluster, and waits until they serve.
+    def start_joiners(
+        self, count: int, job: str = "worker", timeout_s: float = START_S
+    ) -> None:
+        """Starts tasks that join the cluster, and waits until they serve.
+
+        Args:
+          count: how many.
+          job: of which they are: workers or ps.
+          timeout_s: limit.
 
         Raises:
           StartError: one ended while starting, or was not ready in time; none of them
             is left.
         """
-        environment = self._environments["worker"]
+        environment = self._environments[job]
         make = partial(self._make, environment=environment, joins=self.spec)
-        joiners = [make("worker", None) for _ in range(count)]
+        joiners = [make(job, None) for _ in range(count)]
         each(joiners, TaskProcess.wait_started, timeout_s)
         each(joiners, lambda process: process.join(self.spec), timeout_s)
         self._processes += joiners

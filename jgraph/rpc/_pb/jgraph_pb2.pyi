@@ -1571,11 +1571,14 @@ class RegisterProgram(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
+    PS_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     run: _builtins.str
     """"Master.KeepProgram" (client -> master): a worker of this run that was started again
     runs the program of this handle; or, without a handle, one step of it before.
     """
+    ps: _builtins.int
+    """"Master.KeepProgram": for how many ps it was cut; 0: for those of the beginning."""
     @_builtins.property
     def program(self) -> Global___Program: ...
     @_builtins.property
@@ -1599,10 +1602,11 @@ class RegisterProgram(_message.Message):
         run: _builtins.str = ...,
         members: Global___Members | None = ...,
         phases: _abc.Iterable[Global___ClientPhase] | None = ...,
+        ps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "program", b"program"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "members", b"members", "participants", b"participants", "phases", b"phases", "program", b"program", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "members", b"members", "participants", b"participants", "phases", b"phases", "program", b"program", "ps", b"ps", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2190,6 +2194,7 @@ class LoopReport(_message.Message):
     PIECES_FIELD_NUMBER: _builtins.int
     QUESTION_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
+    RESCALED_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"running", "done", "stopped"; synchronous: "paused", "alone"; of a run that looks
     after its tasks also "lost" and "restored".
@@ -2247,6 +2252,10 @@ class LoopReport(_message.Message):
     def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoundReport]:
         """that were decided since the last report"""
 
+    @_builtins.property
+    def rescaled(self) -> Global___RunRescaled:
+        """"rescaled": the run has more ps, or fewer"""
+
     def __init__(
         self,
         *,
@@ -2270,10 +2279,11 @@ class LoopReport(_message.Message):
         pieces: _builtins.int = ...,
         question: Global___RunQuestion | None = ...,
         rounds: _abc.Iterable[Global___RoundReport] | None = ...,
+        rescaled: Global___RunRescaled | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "question", b"question", "restored", b"restored"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "question", b"question", "rescaled", b"rescaled", "restored", b"restored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "halted", b"halted", "handle", b"handle", "in_flight", b"in_flight", "loop", b"loop", "number", b"number", "pieces", b"pieces", "question", b"question", "replica", b"replica", "restored", b"restored", "rounds", b"rounds", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "task", b"task", "times", b"times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "halted", b"halted", "handle", b"handle", "in_flight", b"in_flight", "loop", b"loop", "number", b"number", "pieces", b"pieces", "question", b"question", "replica", b"replica", "rescaled", b"rescaled", "restored", b"restored", "rounds", b"rounds", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "task", b"task", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2290,17 +2300,20 @@ class RunQuestion(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     TASKS_FIELD_NUMBER: _builtins.int
     WHAT_FIELD_NUMBER: _builtins.int
+    PS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     kind: _builtins.str
     """"halted": all loops stand still until the answer. "rest": no loop runs, and tasks are
     to end. "newest": which checkpoint is. "state": give all ps the values of that.
     "data": give a task its data. "waits": the run waits for tasks; answer only if nobody
-    starts them again. "finish": all steps are done; do what needs the ps.
+    starts them again. "finish": all steps are done; do what needs the ps. "rescaled": the
+    variables lie on `ps` tasks now; look for them there, and hold `tasks` no more.
     """
     position: _builtins.str
     """where in the data the run is, as JSON"""
     what: _builtins.str
     """it waits for, in words"""
+    ps: _builtins.int
     @_builtins.property
     def tasks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """that it is about"""
@@ -2313,10 +2326,11 @@ class RunQuestion(_message.Message):
         position: _builtins.str = ...,
         tasks: _abc.Iterable[_builtins.str] | None = ...,
         what: _builtins.str = ...,
+        ps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "number", b"number", "position", b"position", "tasks", b"tasks", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "number", b"number", "position", b"position", "ps", b"ps", "tasks", b"tasks", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2418,6 +2432,76 @@ class RunRestored(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunRestored: _TypeAlias = RunRestored  # noqa: Y015
+
+@_typing.final
+class RunRescaled(_message.Message):
+    """The variables of a run lie on more ps from here on, or on fewer. Before this entry of its
+    journal they lie as before, whatever was copied.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class HandlesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    PS_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    PAUSED_S_FIELD_NUMBER: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """1, 2, … of the run"""
+    before: _builtins.int
+    """ps that it had"""
+    ps: _builtins.int
+    """that it has"""
+    nbytes: _builtins.int
+    """moved"""
+    seconds: _builtins.float
+    """since it was asked"""
+    paused_s: _builtins.float
+    """no loop ran for so long until here"""
+    @_builtins.property
+    def handles(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """of the programs of its next loops, by the first ones"""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        before: _builtins.int = ...,
+        ps: _builtins.int = ...,
+        nbytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        paused_s: _builtins.float = ...,
+        handles: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "handles", b"handles", "nbytes", b"nbytes", "number", b"number", "paused_s", b"paused_s", "ps", b"ps", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunRescaled: _TypeAlias = RunRescaled  # noqa: Y015
 
 @_typing.final
 class SyncOrder(_message.Message):
@@ -3174,6 +3258,7 @@ class KeepRecords(_message.Message):
     BACKUP_FIELD_NUMBER: _builtins.int
     UPDATES_FIELD_NUMBER: _builtins.int
     UNDOES_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     container: _builtins.str
     """of the variables"""
@@ -3189,6 +3274,10 @@ class KeepRecords(_message.Message):
     def programs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """what records call each of `handles`"""
 
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """no others of the container; none: all"""
+
     def __init__(
         self,
         *,
@@ -3199,10 +3288,11 @@ class KeepRecords(_message.Message):
         backup: _builtins.str = ...,
         updates: _builtins.bool = ...,
         undoes: _builtins.bool = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "container", b"container", "handles", b"handles", "programs", b"programs", "stream", b"stream", "undoes", b"undoes", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "container", b"container", "handles", b"handles", "names", b"names", "programs", b"programs", "stream", b"stream", "undoes", b"undoes", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3294,17 +3384,21 @@ class MoveVariables(_message.Message):
 
     CONTAINER_FIELD_NUMBER: _builtins.int
     INTO_FIELD_NUMBER: _builtins.int
+    BESIDE_FIELD_NUMBER: _builtins.int
     container: _builtins.str
     into: _builtins.str
+    beside: _builtins.bool
+    """what that has stays, unless it has the same name"""
     def __init__(
         self,
         *,
         container: _builtins.str = ...,
         into: _builtins.str = ...,
+        beside: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["container", b"container", "into", b"into"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside", b"beside", "container", b"container", "into", b"into"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3317,16 +3411,22 @@ class Reset(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONTAINERS_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def containers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """only these variables of the one container"""
+
     def __init__(
         self,
         *,
         containers: _abc.Iterable[_builtins.str] | None = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["containers", b"containers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["containers", b"containers", "names", b"names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3697,6 +3797,7 @@ class OpenRun(_message.Message):
     STANDBYS_FIELD_NUMBER: _builtins.int
     ELASTIC_FIELD_NUMBER: _builtins.int
     OWNERS_FIELD_NUMBER: _builtins.int
+    PS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     info: _builtins.str
     """JSON: what to know of it in order to attach"""
@@ -3754,6 +3855,10 @@ class OpenRun(_message.Message):
         theirs.
         """
 
+    @_builtins.property
+    def ps(self) -> Global___RunPs:
+        """ps join and leave; unset: those that it began with"""
+
     def __init__(
         self,
         *,
@@ -3775,14 +3880,107 @@ class OpenRun(_message.Message):
         standbys: _abc.Iterable[_builtins.str] | None = ...,
         elastic: Global___RunElastic | None = ...,
         owners: _abc.Iterable[_builtins.str] | None = ...,
+        ps: Global___RunPs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "copies", b"copies", "elastic", b"elastic", "gate", b"gate", "saves", b"saves"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "copies", b"copies", "elastic", b"elastic", "gate", b"gate", "ps", b"ps", "saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "client", b"client", "copies", b"copies", "elastic", b"elastic", "frames", b"frames", "gate", b"gate", "holders", b"holders", "incarnation", b"incarnation", "info", b"info", "master", b"master", "owners", b"owners", "run", b"run", "saves", b"saves", "source", b"source", "standbys", b"standbys", "term", b"term", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "client", b"client", "copies", b"copies", "elastic", b"elastic", "frames", b"frames", "gate", b"gate", "holders", b"holders", "incarnation", b"incarnation", "info", b"info", "master", b"master", "owners", b"owners", "ps", b"ps", "run", b"run", "saves", b"saves", "source", b"source", "standbys", b"standbys", "term", b"term", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenRun: _TypeAlias = OpenRun  # noqa: Y015
+
+@_typing.final
+class RunPs(_message.Message):
+    """Where the variables of a run lie, by the number of its ps: the first ones of the cluster."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NOW_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    ARRANGEMENTS_FIELD_NUMBER: _builtins.int
+    now: _builtins.int
+    """how many it has"""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardGroup]:
+        """what moves together"""
+
+    @_builtins.property
+    def arrangements(self) -> _containers.RepeatedCompositeFieldContainer[Global___PsArrangement]: ...
+    def __init__(
+        self,
+        *,
+        now: _builtins.int = ...,
+        groups: _abc.Iterable[Global___ShardGroup] | None = ...,
+        arrangements: _abc.Iterable[Global___PsArrangement] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrangements", b"arrangements", "groups", b"groups", "now", b"now"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunPs: _TypeAlias = RunPs  # noqa: Y015
+
+@_typing.final
+class ShardGroup(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VARIABLES_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    nbytes: _builtins.int
+    @_builtins.property
+    def variables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        variables: _abc.Iterable[_builtins.str] | None = ...,
+        nbytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nbytes", b"nbytes", "variables", b"variables"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShardGroup: _TypeAlias = ShardGroup  # noqa: Y015
+
+@_typing.final
+class PsArrangement(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PS_FIELD_NUMBER: _builtins.int
+    HOMES_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    SAVES_FIELD_NUMBER: _builtins.int
+    ps: _builtins.int
+    @_builtins.property
+    def homes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """index of the ps of each group"""
+
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """as in OpenGate"""
+
+    @_builtins.property
+    def saves(self) -> Global___RunSaves:
+        """as in OpenRun"""
+
+    def __init__(
+        self,
+        *,
+        ps: _builtins.int = ...,
+        homes: _abc.Iterable[_builtins.int] | None = ...,
+        shards: _abc.Iterable[_builtins.str] | None = ...,
+        saves: Global___RunSaves | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["saves", b"saves"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["homes", b"homes", "ps", b"ps", "saves", b"saves", "shards", b"shards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PsArrangement: _TypeAlias = PsArrangement  # noqa: Y015
 
 @_typing.final
 class RunElastic(_message.Message):
@@ -4102,6 +4300,8 @@ class RunRow(_message.Message):
     FRAMES_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    PS_FIELD_NUMBER: _builtins.int
+    RESCALE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     task: _builtins.str
     """its master"""
@@ -4126,6 +4326,10 @@ class RunRow(_message.Message):
     the task `task`.
     """
     incarnation: _builtins.int
+    ps: _builtins.int
+    """that hold its variables, if they join and leave"""
+    rescale: _builtins.str
+    """why it has not as many as the cluster, in words"""
     @_builtins.property
     def error(self) -> Global___Status:
         """what it failed with"""
@@ -4151,10 +4355,12 @@ class RunRow(_message.Message):
         frames: _builtins.int = ...,
         incarnation: _builtins.int = ...,
         workers: _abc.Iterable[_builtins.str] | None = ...,
+        ps: _builtins.int = ...,
+        rescale: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "data_run", b"data_run", "error", b"error", "frames", b"frames", "incarnation", b"incarnation", "info", b"info", "of_standby", b"of_standby", "run", b"run", "seconds", b"seconds", "state", b"state", "steps", b"steps", "task", b"task", "term", b"term", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "data_run", b"data_run", "error", b"error", "frames", b"frames", "incarnation", b"incarnation", "info", b"info", "of_standby", b"of_standby", "ps", b"ps", "rescale", b"rescale", "run", b"run", "seconds", b"seconds", "state", b"state", "steps", b"steps", "task", b"task", "term", b"term", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

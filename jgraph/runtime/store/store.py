@@ -328,15 +328,32 @@ class VariableStore:
             forgotten = self._tables.drop(chosen)
         return len(keys) + forgotten
 
-    def move(self, source: str, target: str) -> None:
-        """Makes all variables of a container those of another, in place of its own."""
+    def forget(self, container: str, names: Iterable[str]) -> int:
+        """Forgets some variables of a container; returns how many it had."""
+        with self._lock:
+            self._groups.clear()
+            found = [(container, n) for n in names if (container, n) in self._entries]
+            for key in found:
+                del self._entries[key]
+        return len(found)
+
+    def move(self, source: str, target: str, *, beside: bool = False) -> None:
+        """Makes all variables of a container those of another, in place of its own.
+
+        Args:
+          source: has them.
+          target: is to have them.
+          beside: it keeps its own, but those of the same names.
+        """
         with self._lock:
             self._groups.clear()
             for key in [key for key in self._entries if key[0] == target]:
-                del self._entries[key]
+                if not beside:
+                    del self._entries[key]
             for key in [key for key in self._entries if key[0] == source]:
                 self._entries[target, key[1]] = self._entries.pop(key)
-            self._tables.move(source, target)
+            if not beside:
+                self._tables.move(source, target)
 
     def table(self) -> list[VariableInfo]:
         """Returns what is stored, sorted by container and name; waits for no update."""
@@ -368,7 +385,10 @@ class VariableStore:
             return list(self._tables)
 
     def whole(
-        self, container: str, tell: Callable[[str | HashSpec, Arrays], object]
+        self,
+        container: str,
+        tell: Callable[[str | HashSpec, Arrays], object],
+        names: Collection[str] = (),
     ) -> None:
         """Tells of all that a container holds, at one moment.
 
@@ -379,13 +399,18 @@ class VariableStore:
           container: of the variables.
           tell: called with the name and the value of a variable, or with a hash table
             and its rows; see ``HashShard.state``.
+          names: of these variables alone; none: of all, and of the hash tables.
         """
         with self._lock:
-            found = {n: e for (c, n), e in self._entries.items() if c == container}
+            found = {
+                n: e
+                for (c, n), e in self._entries.items()
+                if c == container and (not names or n in names)
+            }
             tables = [
                 self._tables.entry(container, shard.spec.columns[0].name, shard.spec)
                 for owner, shard in self._tables
-                if owner == container
+                if owner == container and not names
             ]
         with held([*found.values(), *tables]):
             for name, entry in found.items():

@@ -186,10 +186,9 @@ class Registrar:
             return
         await self._learn()
         task = TaskName(body.task)
-        if is_ps(task):
+        if task == self._context.task:
             raise RescaleError(
-                f"{task} cannot leave its cluster: parameter servers are those that "
-                "the cluster began with",
+                f"{task} cannot leave its cluster: it numbers the tasks that join",
                 task=task,
             )
         self._handle(Left(task, body.incarnation) if body.ended else LeaveAsked(task))

@@ -79,7 +79,8 @@ class ChangeStreams:
         order = body_of(request)
         if order.stream not in self._sources:
             source = self._sources[order.stream] = self._source(order)
-            await self._shell.run(partial(self._begin, source, order.container))
+            names = frozenset(order.names)
+            await self._shell.run(partial(self._begin, source, order.container, names))
             await self._all_kept(source.recorder)
         recorder = self._sources[order.stream].recorder
         for handle, program in zip(order.handles, order.programs, strict=False):
@@ -111,12 +112,12 @@ class ChangeStreams:
             )
         return self._directory
 
-    def _begin(self, source: _Source, container: str) -> None:
+    def _begin(self, source: _Source, container: str, names: Collection[str]) -> None:
         if source.log is not None:
             source.log.start()
         else:
             tell = partial(source.recorder.put, step=_BASE)
-            self._runtime.store.whole(container, tell)
+            self._runtime.store.whole(container, tell, names)
 
     async def _all_kept(self, recorder: Recorder) -> None:
         done: asyncio.Future[None] = self._loop.create_future()

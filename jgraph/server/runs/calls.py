@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from functools import partial
 from typing import Any, Final, final
 
 from jgraph.clock import Clock
@@ -108,6 +109,7 @@ class Runs:
         order = body_of(request)
         if order.run not in self._supervisors:
             supervisor = RunSupervisor(order, self._peers, self._clock)
+            supervisor.rescaler.confirm = partial(self._invite, supervisor)
             self._save(order, supervisor)
             order.version = await version_if_known(self._peers, order)
             self._supervisors[order.run] = supervisor
@@ -266,6 +268,7 @@ class Runs:
 
     async def _succeed(self, order: pb.OpenRun, supervisor: RunSupervisor) -> None:
         self._supervisors[order.run] = supervisor
+        supervisor.rescaler.confirm = partial(self._invite, supervisor)
         # Before any loop begins: who comes after this one is to know them all.
         await self._appoint(order, supervisor)
 

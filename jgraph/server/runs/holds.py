@@ -56,15 +56,6 @@ class PsHolds:
         """The ps that are held, and were told to end."""
         return sorted(self._leaving)
 
-    def release(self) -> None:
-        """Lets the ps end that were told to."""
-        self.let_go(self.leaving)
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether a ps that is held was told to end."""
-        return bool(self._leaving)
-
     def close(self) -> None:
         """Lets all go."""
         self.let_go(list(self._held))

@@ -6,7 +6,7 @@ frame after the other. The standby of the master keeps a record of its own from 
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
@@ -189,6 +189,21 @@ class Journal:
         self._steps = steps
         if restored.HasField("data"):  # who deals that out knows
             self.data_run, self.position = restored.data.run, None
+
+    def rescale(self, switch: pb.RunRescaled, holders: Mapping[str, str]) -> None:
+        """Takes note that the variables of the run lie on other ps now.
+
+        Args:
+          switch: says so.
+          holders: processes of all tasks that hold its state then.
+        """
+        self._order.holders.clear()
+        self._order.holders.update(holders)
+        body = pb.LoopReport(state="rescaled", rescaled=switch, seconds=self.seconds)
+        self.again(frame(loop_report=body, tensors=_NOTHING))
+        order = pb.OpenRun()
+        order.CopyFrom(self._order)
+        self.note(frame(open_run=order))
 
     def end(self, state: str, error: JGError | None) -> None:
         """Ends it: "done", "stopped" or "failed"."""

@@ -127,6 +127,9 @@ class JournalReplay:
                 record.begins(order, order.began_s)
             case "loop_report" if body.HasField("restored"):
                 self._go_back(body)
+            case "loop_report" if body.HasField("rescaled"):
+                self._supervisor.rescaler.switch_as(body.rescaled)
+                record.again(entry)
             case "loop_report":
                 self.note(entry)
                 record.again(entry)
@@ -159,6 +162,7 @@ class JournalReplay:
         self._order.CopyFrom(order)  # perhaps of a master before
         self._order.master, self._order.incarnation = mine.master, mine.incarnation
         self._order.term, self._order.standbys[:] = mine.term, mine.standbys
+        self._supervisor.rescaler.adopt()
         self._supervisor.learn_anew()
 
     def _go_back(self, report: pb.LoopReport) -> None:

@@ -1,7 +1,7 @@
 """Peers: calls from a run's supervisor, on the master, to all tasks of the cluster."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Final, Protocol
 
@@ -46,6 +46,12 @@ class Peers(Protocol):
 
 class LoopPeers(Peers, Protocol):
     """A ``Peers`` through which loops are told and tell."""
+
+    def ps(self) -> Mapping[int, bool]:
+        """Returns, for the index of each ps, whether it was not told to leave."""
+
+    def leavers(self) -> Collection[TaskName]:
+        """Returns the tasks that do not come back when they are told to end."""
 
     def workers(self) -> Mapping[TaskName, str]:
         """Returns the workers that stay, each with its process if that joined."""
@@ -94,6 +100,8 @@ def holds_state(order: pb.OpenRun, task: str) -> bool:
       >>> [holds_state(order, task) for task in tasks]
       [True, True, False]
     """
+    if is_ps(task) and order.HasField("ps"):
+        return int(task.rpartition(":")[2]) < order.ps.now
     return is_ps(task) or task in order.owners
 
 

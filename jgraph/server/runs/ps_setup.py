@@ -43,7 +43,10 @@ class PsSetup:
     @property
     def tasks(self) -> list[TaskName]:
         """All that hold the state of the run: the ps, and owners among the workers."""
-        return [t for t in self.peers.tasks() if holds_state(self.order, t)]
+        held = [t for t in self.peers.tasks() if holds_state(self.order, t)]
+        # One that is lost is no member of the cluster; it is to come back.
+        ps = map(ps_task, range(self.order.ps.now))
+        return [*held, *(task for task in ps if task not in held)]
 
     async def open_gate(self, task: TaskName) -> None:
         """Opens the gate of asynchronous training, if the ps has one.
@@ -99,6 +102,11 @@ class PsSetup:
         )
         arrays = [shard.rows.array for shard in shards]
         return list(zip(arrays, sums_in(reply, len(arrays)), strict=True))
+
+
+def ps_task(index: int) -> TaskName:
+    """Returns the name of a ps."""
+    return TaskName(f"/job:ps/task:{index}")
 
 
 def container_of(order: pb.OpenRun) -> str:

@@ -105,6 +105,7 @@ class RunClient:
         tasks: Iterable[str] = (),
         position: str = "",
         what: str = "",
+        ps: int = 0,
         act: Act | None = None,
     ) -> pb.RunAnswer:
         """Asks, and returns the answer.
@@ -114,6 +115,7 @@ class RunClient:
           tasks: that it is about.
           position: where in the data the run is, as JSON.
           what: is waited for.
+          ps: on how many the variables lie.
           act: done when the answer comes, which returns what that says.
 
         Raises:
@@ -128,7 +130,12 @@ class RunClient:
         self._asked[number] = _Asked(answer, act)
         self.record.ask(
             pb.RunQuestion(
-                number=number, kind=kind, position=position, tasks=tasks, what=what
+                number=number,
+                kind=kind,
+                position=position,
+                tasks=tasks,
+                what=what,
+                ps=ps,
             )
         )
         try:

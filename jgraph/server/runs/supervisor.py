@@ -60,8 +60,10 @@ from jgraph.server.runs.losses import RunLosses
 from jgraph.server.runs.peers import (
     LoopPeers,
     check_master,
+    holds_state,
 )
 from jgraph.server.runs.ps_setup import PsSetup
+from jgraph.server.runs.rescaling.rescaler import RunRescaler
 from jgraph.server.runs.rollback import Rollback, RolledBack, position_of
 from jgraph.server.runs.run_client import Restarters, RunClient
 from jgraph.server.runs.run_loops import LoopOrders, RunningLoops, open_round_gates
@@ -107,8 +109,7 @@ class RunSupervisor:
         self._supervisor: Supervisor | None = None
         self._running = RunningLoops(peers)
         self._losses = RunLosses(order, peers)
-        restart = lambda: self._handle(RestartAsked())
-        self._holds = PsHolds(peers, ps, self.record, restart)
+        self._holds = PsHolds(peers, ps, self.record, self._ps_told)
         self.client: RunClient | None = None
         if order.HasField("client"):
             self.client = RunClient(order, self.record, self._client_gone)
@@ -117,6 +118,15 @@ class RunSupervisor:
             RunJoiners(order, peers, self.ready, self.record, clock),
             *(self.loops, self.copies, self._losses, Restarters(self.client)),
             *(self._handle, self._do),
+        )
+        self.rescaler = RunRescaler(
+            *(order, peers, self.ready, ps, self.loops, self.record),
+            *(self._losses, self.client, clock),
+            fence=lambda: self._handle(RestartAsked()),
+            go_on=self._rescaled,
+            switched=self._release,
+            next_name=self._next_name,
+            do=self._do,
         )
         self.saving = RunSaving(
             *(order, peers, self.record, self.ready, ps, self.client),
@@ -130,7 +140,7 @@ class RunSupervisor:
         )
         self.restores = 0
         self._ordered: list[pb.RunLoop] = []
-        self.stopping = self._leaves = False
+        self.stopping = self._leaves = self._goes_back = False
         self._working: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------ from outside
@@ -161,6 +171,7 @@ class RunSupervisor:
         row.of_standby = self.is_of_standby
         if self._supervisor is not None and not self.record.is_over:
             row.workers[:] = self._workers.standing
+            row.ps, row.rescale = self.rescaler.ps, self.rescaler.why
         return row
 
     def journal_end(self) -> pb.RunRow:
@@ -217,6 +228,7 @@ class RunSupervisor:
         machine = Supervisor(together=together, wait_s=wait_s, least=least)
         self._supervisor = machine
         self._workers.begin(machine)
+        self.rescaler.begin()
 
     @property
     def _is_held(self) -> bool:
@@ -259,6 +271,16 @@ class RunSupervisor:
         self.saving.prepare_halts()
         if self.client is not None:
             self.client.begin()
+        if self.rescaler.is_elastic:
+            self._do(self._resume(list(events)))
+        else:
+            self._begin_again(events)
+
+    async def _resume(self, events: Sequence[Event]) -> None:
+        await self.rescaler.tidy()
+        self._begin_again(events)
+
+    def _begin_again(self, events: Iterable[Event]) -> None:
         self._supervise(together=self.loops.arbiter is not None)
         for event in events:
             self._handle(event)
@@ -268,6 +290,8 @@ class RunSupervisor:
         """Takes note that tasks have joined the cluster, or left it."""
         ends = self._supervisor is None or self.record.is_over or self._leaves
         joiners = self._workers.joiners
+        if not ends:
+            self.rescaler.look()
         if ends or not joiners.is_elastic:
             return
         known, orders = self._losses.known, self.loops.replicas
@@ -296,6 +320,7 @@ class RunSupervisor:
             work.cancel()
         self._holds.close()
         self._workers.close()
+        self.rescaler.close()
         self.saving.close()
         if self.client is not None:
             self.client.close()
@@ -403,9 +428,12 @@ class RunSupervisor:
                 self._workers.prepare(replica, joins=joins)
             case Forget(replica):
                 self._workers.forget(replica)
+            case Rest() if self.rescaler.is_due:
+                self.rescaler.rest()
             case Rest():
                 self._do(self._restart_ps())
             case GoBack(error):
+                self._goes_back = True
                 self._do(self._go_back(error))
             case Finish():
                 self._do(self._finish())
@@ -461,12 +489,49 @@ class RunSupervisor:
         if self.client is not None:
             self.client.close()
         self._workers.close()
+        self.rescaler.close()
         self._do(self._let_go(dropped=not isinstance(error, FencedError)))
+
+    def _rescaled(self, left_out: set[str]) -> None:
+        """Begins loops again, on the ps that there are now."""
+        if self._goes_back:
+            return  # loops begin after that
+        for order in list(self.loops.replicas.values()):
+            if order.task in left_out:
+                error = TaskLostError(f"{order.task} is lost", task=order.task)
+                self._handle(LoopLost(order.replica, error))
+        self.saving.prepare_halts()
+        self._handle(Restarted(again=self._must_rest))
+
+    def _ps_told(self) -> None:
+        """Takes note that a ps is told to end."""
+        if self._restarting:
+            self._handle(RestartAsked())
+        else:
+            self.rescaler.look()
+
+    @property
+    def _restarting(self) -> list[TaskName]:
+        """The ps that were told to end, and come back."""
+        needed = [t for t in self._holds.leaving if holds_state(self._order, t)]
+        return [task for task in needed if not self.rescaler.is_leaver(task)]
+
+    @property
+    def _must_rest(self) -> bool:
+        """Whether no loop is to run yet."""
+        return bool(self._restarting) or self.rescaler.is_due
+
+    def _release(self, leavers: Sequence[TaskName]) -> None:
+        """Holds the ps of the run, and those that are needed no more not."""
+        self._holds.let_go(leavers)
+        if self._is_held:
+            self._holds.hold()
 
     async def _restart_ps(self) -> None:
         """Lets the ps end that were told to, once what they hold is kept elsewhere."""
         await self.saving.begin_for_client()
-        saved, drain = None, told_to_end(*self._holds.leaving)
+        leaving = self._restarting
+        saved, drain = None, told_to_end(*leaving)
         source = self.saving.source()
         if source is None and not self.copies.is_kept:
             why = "and the run has nothing to go on from; give fit(checkpoint=…)"
@@ -476,11 +541,11 @@ class RunSupervisor:
             return
         if source is not None and (self.client is not None or not self.copies.is_kept):
             place = json.dumps(self.position())
-            saved = await source.save_at_rest(self._holds.leaving, place)
+            saved = await source.save_at_rest(leaving, place)
         elif self.client is not None:
             with suppress(JGError):  # it is gone, and holds nothing
-                await self.client.ask("rest", tasks=self._holds.leaving)
-        self._holds.release()
+                await self.client.ask("rest", tasks=leaving)
+        self._holds.let_go(leaving)
         await self._go_back(drain, saved)
 
     async def _finish(self) -> None:
@@ -545,6 +610,7 @@ class RunSupervisor:
 
     async def _go_back(self, error: JGError, saved: Saved | None = None) -> None:
         """Goes on from what is kept of the state, with all workers that answer."""
+        await self.rescaler.lose_state()
         world = self._losses.known, self.loops.newest, self._next_name("back")
         try:
             back = await self._rollback.go_back(error, *world, saved)
@@ -582,7 +648,8 @@ class RunSupervisor:
                 self._handle(LoopLost(order.replica, error))
         if self._is_held:
             self._holds.hold_again(recovery.lost)
-        self._handle(Restarted(again=self._holds.is_asked, done=not remaining))
+        self._goes_back = False
+        self._handle(Restarted(again=self._must_rest, done=not remaining))
 
     def _place(self, back: RolledBack) -> dict[str, Any]:
         """Returns where in its data a run is that went back."""

@@ -34,12 +34,17 @@ class WorkerSetup:
 
     Attributes:
       client: may have the data; None: there is none.
+      ps: for how many ps programs are given; 0: that does not change.
     """
 
     order: pb.OpenRun
     peers: Peers
     client: RunClient | None = field(init=False, default=None)
-    _programs: dict[str, Frame] = field(default_factory=dict)
+    ps: int = field(init=False, default=0)
+    _cuts: defaultdict[int, dict[str, Frame]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    """Programs by handle, for each number of ps; 0: that does not change."""
     _before: defaultdict[TaskName, list[Frame]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -48,7 +53,7 @@ class WorkerSetup:
         """Keeps a program of the run; see ``Master.KeepProgram``."""
         body = body_of(request)
         if body.handle:
-            self._programs[body.handle] = request
+            self._cuts[body.ps][body.handle] = request
         else:
             self._before[TaskName(body.program.driver)].append(request)
 
@@ -64,17 +69,24 @@ class WorkerSetup:
         """
         old, new = TaskName(like.task), TaskName(loop.task)
 
-        def made(frame_kept: Frame, handle: str) -> Frame:
+        def made(frame_kept: Frame, handle: str, ps: int = 0) -> Frame:
             original = decode_program(body_of(frame_kept).program, frame_kept.tensors)
             program = for_replica(
                 original.rename_task(old, new), loop.replica, of=like.replica
             )
             message, tensors = encode_program(program)
-            body = pb.RegisterProgram(handle=handle, program=message, run=loop.run)
+            body = pb.RegisterProgram(
+                handle=handle, program=message, run=loop.run, ps=ps
+            )
             return frame(register_program=body, tensors=tensors)
 
         before = [] if new in self._before else self._before.get(old, [])
-        programs = [made(self._kept(like.handle), loop.handle)]
+        first = _first(like.handle)
+        programs = [
+            made(cut[first], loop.handle, ps)
+            for ps, cut in self._cuts.items()
+            if first in cut
+        ]
         programs += [made(one, "") for one in before]
         for one in programs:
             self.keep(one)
@@ -125,8 +137,16 @@ class WorkerSetup:
         Raises:
           JGError: a task does not answer.
         """
-        program, new = self._kept(handle), f"{_first(handle)}~{suffix}"
         await self.drop(handle)
+        return await self.give(handle, suffix, self.ps)
+
+    async def give(self, handle: str, suffix: str, ps: int) -> str:
+        """Gives all tasks a program, cut for so many ps, under a new name.
+
+        Raises:
+          JGError: a task does not answer.
+        """
+        program, new = self._kept(handle, ps), f"{_first(handle)}~{suffix}"
         await self._register(program, new)
         return new
 
@@ -139,10 +159,11 @@ class WorkerSetup:
         program = self._kept(handle)
         return decode_program(body_of(program).program, program.tensors)
 
-    def _kept(self, handle: str) -> Frame:
-        if (first := _first(handle)) not in self._programs:
+    def _kept(self, handle: str, ps: int | None = None) -> Frame:
+        cut = self._cuts[self.ps if ps is None else ps]
+        if (first := _first(handle)) not in cut:
             raise ConfigError(f"the program '{first}' is not kept")
-        return self._programs[first]
+        return cut[first]
 
     async def _register(self, program: Frame, handle: str) -> None:
         body = pb.RegisterProgram(handle=handle, program=body_of(program).program)

@@ -336,7 +336,10 @@ class RunWorkers:
         order = self.orders.replicas[replica]
         try:
             await check_master(self.joiners.peers, order.run, order.term)
-            order.handle = await self.joiners.ready.prepare(order, number)
+            ps, ready = None, self.joiners.ready
+            while ps != ready.ps:  # the variables may move to others meanwhile
+                ps = ready.ps
+                order.handle = await ready.prepare(order, number)
             await self.copies.admit(order.handle, 0)
         except FencedError as error:
             self.handle(Failed(error))

@@ -176,6 +176,19 @@ def check_whole(tables: Sequence[ModelTable], why: str) -> None:
         )
 
 
+def check_no_tables(tables: Sequence[ModelTable]) -> None:
+    """Refuses hash tables where ps join and leave.
+
+    Raises:
+      ConfigError: there are some; names the first.
+    """
+    if tables:
+        raise ConfigError(
+            f"{tables[0].rows} is a hash table, whose rows do not move to ps that join "
+            "a run; leave out ps= of jg.Elastic(…)"
+        )
+
+
 def check_lookups(
     tables: Sequence[ModelTable], by_keys: Collection[str], dense: Mapping[str, str]
 ) -> None:

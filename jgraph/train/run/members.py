@@ -107,7 +107,7 @@ class MemberBook:
         """Takes a report of a loop."""
         task = report.task
         decides = is_ps(task) or report.replica == ARBITER
-        if decides or report.restored is not None:
+        if decides or (report.restored or report.rescaled) is not None:
             return  # of no worker
         self.did(task, report.batches)
         if report.handle:

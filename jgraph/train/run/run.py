@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
+from jgraph.cluster.loop_messages import Rescaled
 from jgraph.cluster.signals import wait_signalled
 from jgraph.coordination.run.recovery import Recovery
 from jgraph.errors import DeadlineError, hints
@@ -129,6 +130,7 @@ class Run:
         self._done = threading.Event()
         self._outcome = _Outcome()
         self._recoveries: list[Recovery] = []
+        self._rescales: list[Rescaled] = []
 
     @property
     def state(self) -> str:
@@ -223,6 +225,19 @@ class Run:
           ``[(("/job:ps/task:0",), 730, 500)]``: 230 steps were done again.
         """
         return list(self._recoveries)
+
+    def rescales(self) -> list[Rescaled]:
+        """Returns each time that variables moved to more ps, or to fewer.
+
+        Each says how many ps there were ``before`` and are (``ps``), how many
+        ``nbytes`` moved, how long it took, and for how long of that no loop ran
+        (``took_s``, ``paused_s``, in seconds). No step was lost or done again.
+
+        Example:
+          ``[str(r) for r in run.rescales()]`` is ``["2 to 3 ps: 312 MiB moved in 1.9 s,
+          training paused for 0.21 s"]``.
+        """
+        return list(self._rescales)
 
     def staleness(self) -> Staleness:
         """Returns how old gradients were: worker -> ps -> staleness -> updates.
@@ -436,6 +451,10 @@ class Run:
         """Takes note that the run went back. Called by the Trainer."""
         self._recoveries.append(recovery)
 
+    def rescaled(self, rescaled: Rescaled) -> None:
+        """Takes note that variables have moved. Called by the Trainer."""
+        self._rescales.append(rescaled)
+
     def go_back(self, values: Sequence[Any], position: Position) -> None:
         """Makes a state that it had what came out; called after the last step."""
         self._result.load_values(values, position)
@@ -463,6 +482,8 @@ class Run:
             facts["batches dealt again"] = str(self.repeated())
         if self._recoveries:
             facts["recovered"] = str(len(self._recoveries))
+        if self._rescales:
+            facts["parameter servers"] = str(self._rescales[-1].ps)
         for name in self._history.names:
             if name.startswith("eval_"):
                 facts[name] = f"{self._history.last(name):.4f}"

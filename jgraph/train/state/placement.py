@@ -1,6 +1,7 @@
 """Placement of a Trainer's steps on tasks, and names of containers."""
 
 import secrets
+from collections.abc import Sequence
 
 from jgraph.client.cluster import Cluster
 from jgraph.graph.device import DeviceSpec
@@ -10,7 +11,11 @@ from jgraph.plan.plan import Plan, plan
 
 
 def plan_on(
-    cluster: Cluster, graph: Graph, driver: TaskName, own: str | None = None
+    cluster: Cluster,
+    graph: Graph,
+    driver: TaskName,
+    own: str | None = None,
+    ps: Sequence[TaskName] = (),
 ) -> Plan:
     """Returns what goes where; all that is not placed goes to the driver.
 
@@ -20,10 +25,12 @@ def plan_on(
       driver: the task where feeds enter and fetches leave.
       own: how the names begin of variables that are the driver's, whatever their
         device says; None: no name does.
+      ps: that there are, though they need not be there yet.
     """
+    tasks = cluster.tasks()
     return plan(
         graph,
-        tasks=cluster.tasks(),
+        tasks=[*tasks, *(task for task in ps if task not in tasks)],
         driver=driver,
         default=DeviceSpec.from_string(driver),
         platforms=cluster.platforms,

@@ -218,9 +218,16 @@ class RemoteState:
         """See ``RunState.events``."""
         return [e for table in self.step.tables for e in self._tables.events(table)]
 
+    def move_to(self, ps: int) -> None:
+        """Looks for the variables on so many ps from now on."""
+        self.step.move_to(ps)
+        self._copy_at_once = None  # it copies them where they were
+
     def hold(self) -> DrainHolds:
         """Holds the tasks of a run until ``let_go``: nobody ends who was told to."""
-        self._drain_holds = DrainHolds(self.cluster, self.step.owners)
+        arrangement = self.step.arrangement
+        ps = None if arrangement.elastic is None else len(arrangement.ps)
+        self._drain_holds = DrainHolds(self.cluster, self.step.owners, ps)
         return self._drain_holds
 
     def let_go(self) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from jgraph.client.runs.questions import Question
 from jgraph.cluster.deadlines import CLIENT_S
+from jgraph.cluster.loop_messages import Rescaled
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.slots import SlotPlan
 from jgraph.coordination.run.recovery import Recovery
@@ -84,7 +85,8 @@ class Chunk:
     ``dropped`` counts gradients that came too late so far, by worker. With ``question``
     nothing was done: the run asks something, and an answer is wanted before the next
     chunk is. With ``restored`` the run went back to a checkpoint, or goes on with
-    copies: all steps after that are done again.
+    copies: all steps after that are done again. With ``rescaled`` its variables have
+    moved to more ps, or to fewer.
     """
 
     replica: int
@@ -98,6 +100,7 @@ class Chunk:
     began: float = 0.0
     question: Question | None = None
     restored: Recovery | None = None
+    rescaled: Rescaled | None = None
 
     def __len__(self) -> int:
         return len(self.steps)

@@ -13,15 +13,17 @@ Distributed DNN Training in Heterogeneous GPU/CPU Clusters", 2020 (BytePS).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, TypeAlias, final
 
 from jgraph.errors import ConfigError
 from jgraph.graph.device import DeviceSpec
-from jgraph.graph.ir import TaskName
+from jgraph.graph.ir import TaskName, VariableSpec
 from jgraph.graph.rows.hash_spec import HashSpec
 from jgraph.graph.sharding import Partitioner, Sharding, array_nbytes, sharding_of
 from jgraph.graph.variable import Variable
+from jgraph.plan.placement.rearrange import arrangements
 from jgraph.plan.placement.spread import nbytes_of
 from jgraph.view.units import bytes_text, count_text
 
@@ -81,6 +83,51 @@ class Owners:
 
 @final
 @dataclass(frozen=True, slots=True)
+class ElasticPs:
+    """Parameter servers that join and leave: what is cut for that, and where it lies.
+
+    Attributes:
+      least: how many there are at least.
+      most: how many there are at most.
+      vshards: into how many pieces of equal bytes the variables of one ps are cut when
+        there are the most.
+    """
+
+    least: int
+    most: int
+    vshards: int
+
+    @property
+    def tasks(self) -> list[TaskName]:
+        """All that there may be."""
+        return [TaskName(f"/job:ps/task:{index}") for index in range(self.most)]
+
+    def cut(self, shape: Sequence[int], dtype: Any, total: int) -> list[int]:
+        """Returns the number of shards per axis of a parameter.
+
+        Args:
+          shape: of it.
+          dtype: of it.
+          total: bytes of all parameters.
+
+        Example:
+          >>> ElasticPs(1, 2, 4).cut([1000, 64], "float32", 512_000)
+          [4, 1]
+          >>> ElasticPs(1, 2, 4).cut([10, 64], "float32", 512_000)
+          [1, 1]
+        """
+        piece = max(total // (self.vshards * self.most), _MIN_SHARD_BYTES)
+        shards = -(-array_nbytes(shape, dtype) // piece)
+        return [min(shards, shape[0]), *(1 for _ in shape[1:])]
+
+    def homes(self, sizes: Mapping[str, int]) -> dict[int, dict[str, TaskName]]:
+        """Returns where each group is, by the number of ps; counters on the first."""
+        counters = [name for name in sizes if not name.startswith("params/")]
+        return arrangements(sizes, self.tasks, self.least, counters)
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Arrangement:
     """How the variables of a run are cut and placed.
 
@@ -91,6 +138,8 @@ class Arrangement:
       ps: tasks on each of which a hash table has a shard.
       owners: hold all but the tables; None: all is placed alike.
       why: they do, or do not, for the plan; empty: the user said so.
+      elastic: which ps join and leave; None: none does. Variables are then placed for
+        as many as ``ps`` has.
     """
 
     place: Place | None = None
@@ -99,6 +148,14 @@ class Arrangement:
     ps: tuple[TaskName, ...] = ()
     owners: Owners | None = None
     why: str = ""
+    elastic: ElasticPs | None = None
+
+    def on(self, ps: int) -> "Arrangement":
+        """Returns how variables are cut and placed when there are so many ps."""
+        assert self.elastic is not None  # who asks has seen to it
+        elastic = self.elastic
+        place = lambda sizes: elastic.homes(sizes)[ps]
+        return replace(self, place=place, ps=tuple(elastic.tasks[:ps]))
 
     def notes(self, variables: Sequence[Variable]) -> list[str]:
         """Returns lines for the plan on who holds the variables of a run."""
@@ -128,8 +185,10 @@ class Arrangement:
         """
         by_name = dict(zip(names, values, strict=True))
         table_shards = tables or {}
+        parameters = [v for n, v in by_name.items() if n.startswith("params/")]
+        total = sum(array_nbytes(_shape(v), _dtype(v)) for v in parameters)
         cuts = {
-            name: self._cut(name, value)
+            name: self._cut(name, value, total)
             for name, value in by_name.items()
             if name.startswith("params/") and name not in table_shards
         }
@@ -202,8 +261,10 @@ class Arrangement:
             table=table,
         )
 
-    def _cut(self, name: str, value: Any) -> list[int] | None:
+    def _cut(self, name: str, value: Any, total: int) -> list[int] | None:
         partitioner = self.partitioner
+        if partitioner is None and self.elastic is not None:
+            partitioner = partial(self.elastic.cut, total=total)
         if partitioner is None and self.owners and name not in self.owners.tables:
             partitioner = self.owners.cut
         if partitioner is None or not _shape(value):
@@ -225,6 +286,22 @@ def _counts(cut: Sharding, ndim: int) -> list[int]:
 
 def _key(group: str, shard: int) -> str:
     return group if shard == 0 else f"{group}/part_{shard}"
+
+
+def groups_of(
+    variables: Sequence[Variable], groups: Sequence[str]
+) -> dict[str, list[VariableSpec]]:
+    """Returns what must live together, by the name of the group.
+
+    Args:
+      variables: of a run.
+      groups: name of the parameter that each belongs to, or its own.
+    """
+    found: dict[str, list[VariableSpec]] = {}
+    for variable, group in zip(variables, groups, strict=True):
+        for number, spec in enumerate(variable.spec.shards):
+            found.setdefault(_key(group, number), []).append(spec)
+    return found
 
 
 def _bytes_of(variables: Sequence[tuple[Variable, str]]) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """One training step as a graph: variables for all state, loss, gradients, update."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -14,12 +15,17 @@ from jgraph.coordination.step.finite import FiniteCheck
 from jgraph.errors import ConfigError
 from jgraph.graph.device import device, is_worker
 from jgraph.graph.graph import Graph
-from jgraph.graph.ir import TaskName
+from jgraph.graph.ir import TaskName, VariableSpec
 from jgraph.graph.rows.padded_rows import spread_rows
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.train.hash_tables.hash_state import trained_tables
-from jgraph.train.hash_tables.hash_step import check_lookups, needs_ps, table_specs
+from jgraph.train.hash_tables.hash_step import (
+    check_lookups,
+    check_no_tables,
+    needs_ps,
+    table_specs,
+)
 from jgraph.train.model.adapters import Adapter, Make
 from jgraph.train.model.checks import (
     BAD_IDS,
@@ -31,7 +37,7 @@ from jgraph.train.model.checks import (
 from jgraph.train.model.optimizer import CalledOptimizer, LossOf, Optimizer
 from jgraph.train.model.trees import Tree, group_with_parameters, path_of
 from jgraph.train.privacy.private_update import PrivateUpdate, SampledBatch
-from jgraph.train.step.arrange import Arrangement
+from jgraph.train.step.arrange import Arrangement, groups_of
 from jgraph.train.step.batch_pieces import BatchPieces
 from jgraph.train.step.compress import Compression, GradientDtype
 from jgraph.train.step.local_steps import INNER, OUTER, LocalRule, LocalSteps
@@ -118,20 +124,25 @@ class TrainStep:
         names = ["/".join(path) for path in paths]
         of = dict(zip(names, groups, strict=True))
         specs = table_specs(adapter.tables, self._tx.init, tree["params"], of, len(ps))
+        if arrangement is not None and arrangement.elastic is not None:
+            check_no_tables(adapter.tables)
         self.arrangement = arrangement or Arrangement()
         """How the variables are cut and placed."""
         self.tables = trained_tables(adapter.tables, specs, container, ps)
         """The hash tables on parameter servers."""
-        self.variables: tuple[Variable, ...] = self.arrangement.variables(
-            names,
-            groups,
-            [
-                on_its_task(state_maker, number, value)
-                for number, (_, value) in enumerate(leaves)
-            ],
-            container,
-            specs,
+        values = [
+            on_its_task(state_maker, number, value)
+            for number, (_, value) in enumerate(leaves)
+        ]
+        self._variables_on = partial(
+            Arrangement.variables,
+            names=names,
+            groups=groups,
+            values=values,
+            container=container,
+            tables=specs,
         )
+        self.variables: tuple[Variable, ...] = self._variables_on(self.arrangement)
         self.initial_values: list[Any] = [value for _, value in leaves]
         """Of a large model on a cluster, only their types."""
         self.compression = None
@@ -145,6 +156,22 @@ class TrainStep:
         if self.local is None or not self.local.is_averaged:
             return outer
         return {OUTER: outer, INNER: self.local.tx.init(params)}
+
+    def on(self, ps: int) -> "TrainStep":
+        """Returns this step with its variables where they are with so many ps."""
+        other = copy(self)
+        other.move_to(ps)
+        return other
+
+    def move_to(self, ps: int) -> None:
+        """Takes note that the variables lie on so many ps from now on."""
+        self.arrangement = self.arrangement.on(ps)
+        self.variables = self._variables_on(self.arrangement)
+
+    @property
+    def groups(self) -> dict[str, list[VariableSpec]]:
+        """What must live together: a parameter, or a shard, and its optimizer state."""
+        return groups_of(self.variables, self._groups)
 
     @property
     def own(self) -> list[Variable]:

@@ -51,16 +51,16 @@ class AsyncRunner:
         """See ``Runner.prepare``."""
         self.runs.prepare(dataset, batch_size)
 
-    def _plan(self, batch: Any) -> Prepared:
-        graph = self._step.graph(batch)
-        plan = plan_on(self._cluster, graph, self._workers.tasks[0])
-        program = gated(plan.program, self._step.container)
+    def _plan(self, batch: Any, step: TrainStep) -> Prepared:
+        graph, ps = step.graph(batch), step.arrangement.ps
+        plan = plan_on(self._cluster, graph, self._workers.tasks[0], ps=ps)
+        program = gated(plan.program, step.container)
         return Prepared(
             graph,
             replace(plan, program=program),
-            self._step.reported(graph),
+            step.reported(graph),
             shards_of(program),
-            self._step.finite_check(graph),
+            step.finite_check(graph),
         )
 
     def run(self, order: Order) -> Generator[Chunk, None, None]:

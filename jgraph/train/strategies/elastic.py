@@ -1,4 +1,4 @@
-"""Elastic: how many workers a run may have, while they join and leave."""
+"""Elastic: how many workers and ps a run may have, while they join and leave."""
 
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, final, get_args
@@ -10,6 +10,7 @@ from jgraph.train.strategies.autoscale import AutoScale, ScalePolicy, check_poli
 from jgraph.view import markup
 
 _WAIT_S: Final = 3600.0
+_MOST_PS: Final = 64
 
 Batch: TypeAlias = Literal["each", "global"]
 """What keeps its size while workers come and go: see ``Elastic``."""
@@ -20,7 +21,7 @@ _BATCHES: Final[tuple[Batch, ...]] = get_args(Batch)
 @final
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """Let workers join a run that goes on, and leave it.
+    """Let workers, and parameter servers, join a run that goes on, and leave it.
 
     A worker that joins the cluster (``cluster.scale``, ``jgraph server --join``) takes
     part as soon as it has the data and has compiled the step; one that is told to leave
@@ -31,7 +32,12 @@ class Elastic:
       workers: the least and the most. With fewer the run waits; more do not take part.
         None: any number.
       wait_s: how long it waits so, in seconds; then it fails.
-      ps: parameter servers do not join or leave.
+      ps: the least and the most parameter servers. When there are more, variables move
+        to them; before some leave, theirs move to those that stay. No step is lost or
+        done again; all loops pause while variables move. None: it keeps those that it
+        begins with.
+      vshards_per_ps: into how many pieces of equal bytes the variables of one ps are
+        cut when there are the most ps: what moves is a piece.
       batch: of ``SyncPS``: what stays as it is while workers come and go. ``"each"``:
         the batch of a worker, so with more of them an update is of more examples.
         ``"global"``: the batch of an update, which is ``batch_size`` times the workers
@@ -52,16 +58,13 @@ class Elastic:
 
     workers: tuple[int, int | None] = (1, None)
     wait_s: float = _WAIT_S
-    ps: None = None
+    ps: tuple[int, int] | None = None
     batch: Batch = "each"
     policy: AutoScale | ScalePolicy | None = None
+    vshards_per_ps: int = 4
 
     def __post_init__(self) -> None:
-        if self.ps is not None:
-            raise ConfigError(
-                f"Elastic(ps={self.ps!r:.40}): parameter servers do not join or leave "
-                "a run that goes on; leave ps= out"
-            )
+        self._check_ps()
         least, most = self._bounds()
         object.__setattr__(self, "workers", (least, most))
         self._check_batch()
@@ -71,6 +74,35 @@ class Elastic:
             raise ConfigError(
                 f"Elastic(wait_s={self.wait_s!r:.40}) is how many seconds a run waits "
                 "for workers; give a number above 0"
+            )
+
+    def _check_ps(self) -> None:
+        bounds: object = self.ps
+        if bounds is None:
+            return
+        what = f"Elastic(ps={bounds!r:.60})"
+        is_pair = isinstance(bounds, tuple | list) and len(bounds) == 2
+        if not is_pair or not all(is_count(one, 1) for one in self.ps or ()):
+            raise ConfigError(
+                f"{what} is the least and the most parameter servers of a run, whole "
+                "numbers, 1 or more; write for example ps=(1, 4)"
+            )
+        least, most = (int(one) for one in self.ps or ())
+        if least > most:
+            raise ConfigError(
+                f"{what}: the least is more than the most; write ps=({most}, {least})"
+            )
+        if most > _MOST_PS:
+            raise ConfigError(
+                f"{what}: an arrangement is planned for each number of ps, of which "
+                f"there may be {_MOST_PS}; write ps=({min(least, _MOST_PS)}, "
+                f"{_MOST_PS})"
+            )
+        object.__setattr__(self, "ps", (least, most))
+        if not is_count(self.vshards_per_ps, 1):
+            raise ConfigError(
+                f"Elastic(vshards_per_ps={self.vshards_per_ps!r:.40}) is a whole "
+                "number, 1 or more; leave it out for 4"
             )
 
     def _check_batch(self) -> None:
@@ -121,6 +153,22 @@ class Elastic:
                 f"the cluster has {workers} workers, and the run may have {bounds}; "
                 f"change that: cluster.scale(workers={max(least, 1)}), or give "
                 "jg.Elastic other workers="
+            )
+
+    def check_ps_count(self, ps: int) -> None:
+        """Refuses a cluster of too few ps, or too many, to begin with.
+
+        Raises:
+          ConfigError: names the bounds.
+        """
+        if self.ps is None:
+            return
+        least, most = self.ps
+        if not least <= ps <= most:
+            raise ConfigError(
+                f"the cluster has {ps} parameter servers, and the run may have {least} "
+                f"to {most}; change that: cluster.scale(ps={least}), or give "
+                "jg.Elastic another ps="
             )
 
     @property

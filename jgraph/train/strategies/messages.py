@@ -20,7 +20,7 @@ from jgraph.train.checkpoint.remote_saver import saves_order, why_unsaved
 from jgraph.train.state.placement import plan_on
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Order, position_in
-from jgraph.train.strategies.prepared import Prepared
+from jgraph.train.strategies.prepared import Prepared, PsCuts
 
 
 def dealt_data(state: RemoteState, order: Order) -> DealtData:
@@ -46,6 +46,7 @@ def about_run(
     *,
     synchronous: bool,
     elastic: pb.RunElastic | None,
+    cuts: PsCuts | None = None,
 ) -> RunRequest:
     """Returns what the master is told of a run.
 
@@ -55,11 +56,14 @@ def about_run(
       prepared: the step, registered.
       synchronous: whether each step is one of all workers.
       elastic: how many workers it may have.
+      cuts: the step for each number of ps; None: that is fixed.
     """
     cluster, saves, options = state.cluster, None, order.checkpoint
     each = prepared.programs(cluster.tasks("worker"))
     programs = dict(zip(prepared.handles, each, strict=True))
     reason = "" if options is None else why_unsaved(options, state.step)
+    if cuts is not None:
+        reason = reason or "its parameter servers join and leave"
     if options is not None and not reason:
         saves, program = saves_order(state.step, state.session, cluster, options)
         if order.lease_s is None:  # else the master does, once the client is gone
@@ -88,6 +92,7 @@ def about_run(
         "checkpoints": directory,
         "tables": state.step.tables_apart,
         "workers": None if elastic is None else [elastic.least, elastic.most or None],
+        "ps": None if cuts is None else [min(cuts.programs), max(cuts.programs)],
     }
     zeros = defaultdict[TaskName, list[Variable]](list)
     for variable in state.residuals(prepared.graph):
@@ -97,11 +102,12 @@ def about_run(
         saves,
         order.dataset.source,
         state.copies and state.copies.about(prepared.recorded),
-        [*_restart_programs(cluster, programs, zeros)],
+        [*_restart_programs(cluster, programs, zeros, cuts)],
         wait_s=order.wait_s,
         client=client,
         elastic=elastic,
         owners=state.step.owners,
+        ps=None if cuts is None else cuts.order,
     )
 
 
@@ -109,6 +115,7 @@ def _restart_programs(
     cluster: Cluster,
     programs: Mapping[str, Program],
     new_variables: Mapping[TaskName, Sequence[Variable]],
+    cuts: PsCuts | None,
 ) -> Iterator[Frame]:
     """Yields what the master keeps for tasks that are started again.
 
@@ -116,9 +123,12 @@ def _restart_programs(
       cluster: of the run.
       programs: of the workers, and of ps, by handle.
       new_variables: variables that begin anew with their task.
+      cuts: the programs for each number of ps; None: that is fixed.
     """
-    for handle, program in programs.items():
-        yield _kept(handle, program)
+    each = {0: programs} if cuts is None else cuts.programs
+    for ps, by_handle in each.items():
+        for handle, program in by_handle.items():
+            yield _kept(handle, program, ps)
     for task, variables in new_variables.items():
         for piece in in_pieces(variables):
             graph, _ = trace(
@@ -127,7 +137,7 @@ def _restart_programs(
             yield _kept("", plan_on(cluster, graph, task).program)
 
 
-def _kept(handle: str, program: Program) -> Frame:
+def _kept(handle: str, program: Program, ps: int = 0) -> Frame:
     message, tensors = encode_program(program)
-    body = pb.RegisterProgram(handle=handle, program=message)
+    body = pb.RegisterProgram(handle=handle, program=message, ps=ps)
     return frame(register_program=body, tensors=tensors)

@@ -229,6 +229,11 @@ class SyncPS:
                 "the parameters, so none may join or leave a run that goes on; leave "
                 "out elastic=, or write dense='ps'"
             )
+        if self.dense != "ps" and self.elastic is not None and self.elastic.ps:
+            raise ConfigError(
+                f"SyncPS(dense={self.dense!r}) with jg.Elastic(ps={self.elastic.ps}): "
+                "what moves lies on parameter servers; write dense='ps'"
+            )
         model: object = self.cost_model
         if not (model is None or isinstance(model, CostModel)):
             raise ConfigError(
@@ -271,6 +276,7 @@ def _check_shared(strategy: ParameterServers) -> None:
     check_gradient_dtype(strategy.gradient_dtype)
     check_durability(strategy.durability)
     check_elastic(strategy.elastic)
+    _check_ps_join(strategy)
     if not strategy.step_timeout_s > 0:
         raise ConfigError(
             f"step_timeout_s is {strategy.step_timeout_s}; it must be over 0 seconds"
@@ -325,3 +331,35 @@ def check_private(strategy: SyncPS, name: str) -> None:
                 f"{name}(privacy=…) with {option}={value!r:.40}: {why}; leave out "
                 f"{option}="
             )
+
+
+def _check_ps_join(strategy: ParameterServers) -> None:
+    """Refuses what ps that join and leave cannot be combined with.
+
+    Raises:
+      ConfigError: says what to write.
+    """
+    if strategy.elastic is None or strategy.elastic.ps is None:
+        return
+    where = f"jg.Elastic(ps={strategy.elastic.ps})"
+    if strategy.durability != "checkpoint":
+        raise ConfigError(
+            f"durability={strategy.durability!r} with {where}: the copies of a ps do "
+            "not move with its variables; leave out durability= and give "
+            "fit(checkpoint=…), or leave out ps="
+        )
+    if strategy.partition_strategy != "div":
+        raise ConfigError(
+            f"partition_strategy={strategy.partition_strategy!r} with {where}: what "
+            "moves is a range of rows; write partition_strategy='div'"
+        )
+    if strategy.placement is not None:
+        raise ConfigError(
+            f"placement= with {where}: where variables lie follows from the number of "
+            "ps, so that few of them move; leave out placement="
+        )
+    if strategy.gradient_dtype is not None:
+        raise ConfigError(
+            f"gradient_dtype={strategy.gradient_dtype!r} with {where}: what rounding "
+            "leaves over is kept for each ps; leave out gradient_dtype=, or ps="
+        )

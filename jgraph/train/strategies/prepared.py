@@ -1,15 +1,23 @@
-"""Prepared step: what a run on a cluster registers for batches of one shape."""
+"""Prepared step: what a run on a cluster registers for batches of one shape.
 
-from collections.abc import Mapping, Sequence
+A program belongs to one arrangement of variables on ps. Where their number may change,
+the step is traced and planned for all before a run begins, as only its client can do
+that; the ps need not be there yet.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
 from jgraph.coordination.step.finite import FiniteCheck
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
+from jgraph.plan.placement.spread import nbytes_of
 from jgraph.plan.plan import Plan
 from jgraph.plan.program.program import Program
 from jgraph.plan.program.replicas import for_replica
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.train.step.train_step import TrainStep
 
 
 @final
@@ -55,3 +63,60 @@ class Prepared:
     def recorded(self) -> list[str]:
         """Handles of the programs that change what copies are kept of: one of each."""
         return [self.handles[0], *self.handles[len(self.handles) - len(self.on_ps) :]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PsCuts:
+    """A step, cut for each number of ps.
+
+    Attributes:
+      order: where its variables lie.
+      programs: for each number of ps those of the workers, and of ps, by handle.
+    """
+
+    order: pb.RunPs
+    programs: Mapping[int, Mapping[str, Program]]
+
+
+def plan_cuts(
+    step: TrainStep,
+    prepared: Prepared,
+    make: Callable[[TrainStep], Prepared],
+    workers: Sequence[TaskName],
+) -> PsCuts:
+    """Returns a step as it is cut for each number of ps.
+
+    Args:
+      step: its variables lie where they are now.
+      prepared: the same, registered.
+      make: traces and plans a step.
+      workers: of the run.
+    """
+    elastic = step.arrangement.elastic
+    assert elastic is not None  # who asks has seen to it
+    groups = step.groups
+    sizes = {name: sum(map(nbytes_of, specs)) for name, specs in groups.items()}
+    homes = elastic.homes(sizes)
+    now = len(step.arrangement.ps)
+    cuts = {ps: prepared if ps == now else make(step.on(ps)) for ps in homes}
+    order = pb.RunPs(
+        now=now,
+        groups=[
+            pb.ShardGroup(variables=[s.name for s in specs], nbytes=sizes[name])
+            for name, specs in groups.items()
+        ],
+        arrangements=[
+            pb.PsArrangement(
+                ps=ps,
+                homes=[elastic.tasks.index(homes[ps][name]) for name in groups],
+                shards=cut.shards,
+            )
+            for ps, cut in cuts.items()
+        ],
+    )
+    programs = {
+        ps: dict(zip(prepared.handles, cut.programs(workers), strict=True))
+        for ps, cut in cuts.items()
+    }
+    return PsCuts(order, programs)

@@ -12,7 +12,7 @@ from jgraph.client.runs.runs import RunInfo
 from jgraph.client.runs.submission import MakeLoops, submit_run
 from jgraph.cluster.loop_messages import ARBITER, DealtData, LoopReport
 from jgraph.coordination.data.batch_book import BatchBook
-from jgraph.errors import JGError
+from jgraph.errors import ConfigError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.data.data import Dataset
@@ -20,10 +20,11 @@ from jgraph.train.run.members import MemberBook
 from jgraph.train.run.rounds import RoundBook
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position
+from jgraph.train.step.train_step import TrainStep
 from jgraph.train.strategies.autoscaling import scaling_of
 from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.messages import about_run
-from jgraph.train.strategies.prepared import Prepared
+from jgraph.train.strategies.prepared import Prepared, PsCuts, plan_cuts
 from jgraph.train.strategies.workers import Workers, chunks_of, end_run
 
 
@@ -33,7 +34,8 @@ class RemoteRuns:
 
     Args:
       state: what they change.
-      make: given the types of a batch, traces and plans the step.
+      make: given the types of a batch, and where variables are, traces and plans the
+        step.
       elastic: how many workers a run may have; None: those that it begins with.
       orders: what the master is told of that.
     """
@@ -41,7 +43,7 @@ class RemoteRuns:
     def __init__(
         self,
         state: RemoteState,
-        make: Callable[[Any], Prepared],
+        make: Callable[[Any, TrainStep], Prepared],
         elastic: Elastic | None,
         orders: pb.RunElastic | None,
     ) -> None:
@@ -69,7 +71,7 @@ class RemoteRuns:
         batch = dataset.step_avals(batch_size)
         key = f"{batch} {dataset.note} {self.variant}"
         if key not in self._prepared:
-            step = self._make(batch)
+            step = self._make(batch, self._state.step)
             step.plan = replace(step.plan, graph=dataset.noted(step.plan.graph))
             self._prepared[key] = step
         self.last = self._prepared[key]
@@ -96,6 +98,7 @@ class RemoteRuns:
         state, workers = self._state, self.workers.tasks
         if self._elastic is not None:
             self._elastic.check_count(len(workers))
+        self._check_ps(order)
         with state.lock:
             state.initialize()
             if order.save_every and order.lease_s is not None:  # this client saves
@@ -140,7 +143,7 @@ class RemoteRuns:
         begin_scaling = scaling_of(state.cluster, self._elastic)
         if order.lease_s is not None:
             give = partial(self._give_data, prepared, order.dataset)
-            owner = Owner(give, state.hold())
+            owner = Owner(give, state.hold(), self._move_to)
         wait_s = order.wait_s if self._elastic is None else self._elastic.wait_s
         order, self.members = replace(order, wait_s=wait_s), MemberBook()
         self.rounds = RoundBook()
@@ -152,6 +155,7 @@ class RemoteRuns:
                     *(state, order, prepared),
                     synchronous=together,
                     elastic=self._elastic_order,
+                    cuts=self._cuts(order, prepared),
                 )
                 run = submit_run(state.cluster, make, about, data, order.stop, owner)
             scaling = None if begin_scaling is None else begin_scaling(run.info.name)
@@ -207,10 +211,46 @@ class RemoteRuns:
                 self._ended(run.position())
             self._follower, state.is_training = None, False
 
+    def _check_ps(self, order: Order) -> None:
+        """Refuses a run whose ps join and leave, where that cannot be."""
+        elastic, cluster = self._elastic, self._state.cluster
+        if elastic is None or elastic.ps is None:
+            return
+        if order.lease_s is None:
+            raise ConfigError(
+                f"fit(detached=True) with jg.Elastic(ps={elastic.ps}): the client is "
+                "asked to look for its variables elsewhere; leave out detached=True, "
+                "or ps="
+            )
+        if cluster.tasks("evaluator"):
+            raise ConfigError(
+                f"jg.Elastic(ps={elastic.ps}) on a cluster with evaluators: they look "
+                "for parameters where these were; leave out evaluators=, or ps="
+            )
+
+    def _cuts(self, order: Order, prepared: Prepared) -> PsCuts | None:
+        """Returns the step as it is cut for each number of ps; None: that is fixed."""
+        if self._elastic is None or self._elastic.ps is None:
+            return None
+        batch = order.dataset.avals(order.batch_size)
+        make = partial(self._make, batch)
+        return plan_cuts(self._state.step, prepared, make, self.workers.tasks)
+
+    def _move_to(self, ps: int) -> None:
+        """Looks for the variables on so many ps from now on."""
+        state = self._state
+        with state.lock:
+            if len(state.step.arrangement.ps) != ps:
+                state.move_to(ps)
+                self._prepared.clear()
+                self._has_replaced = True
+
     def _note(self, report: LoopReport, run: RunFollower, *, together: bool) -> None:
         state, is_restore = self._state, report.restored is not None
         self.members.note(report)
         self.rounds.note(report)
+        if report.rescaled is not None:
+            self._move_to(report.rescaled.ps)
         if report.handle and self.last is not None:
             handle = report.handle.partition("~")[0]
             self.last.workers.setdefault(handle, report.task)

@@ -16,10 +16,11 @@ from jgraph.train.data.source import Source, as_source_or_dataset
 from jgraph.train.privacy.options import Privacy
 from jgraph.train.privacy.private_update import PrivateUpdate
 from jgraph.train.state.runner import Runner
-from jgraph.train.step.arrange import Arrangement
+from jgraph.train.step.arrange import Arrangement, ElasticPs
 from jgraph.train.step.compress import GradientDtype
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.strategies.async_runner import AsyncPS, AsyncRunner
+from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.federated import Federated
 from jgraph.train.strategies.local import Local, LocalRunner
 from jgraph.train.strategies.local_sgd import LocalSGD
@@ -92,6 +93,11 @@ def arrangement_on(
                 "jg.LocalCluster(ps=1, workers=1)"
             )
     ps, owners, why = cluster.tasks("ps"), None, ""
+    if (elastic := elastic_of(strategy)) is not None and elastic.ps is not None:
+        elastic.check_ps_count(len(ps))
+        all_ps = ElasticPs(*elastic.ps, elastic.vshards_per_ps)
+        partitioner = strategy.variable_partitioner
+        return Arrangement(None, partitioner, elastic=all_ps).on(len(ps))
     if together is not None:
         owners, why = (
             choose_owners(cluster, together, tables)
@@ -106,6 +112,11 @@ def arrangement_on(
         owners,
         why,
     )
+
+
+def elastic_of(strategy: Strategy) -> Elastic | None:
+    """Returns how many tasks a run may have; None: those that it begins with."""
+    return strategy.elastic if isinstance(strategy, AsyncPS | SyncPS) else None
 
 
 def together_of(strategy: Strategy) -> SyncPS | None:

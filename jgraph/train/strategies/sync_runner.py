@@ -8,7 +8,7 @@ Source: Chen et al., "Revisiting Distributed Synchronous SGD", 2016 (backup work
 tensorflow/python/training/sync_replicas_optimizer.py.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -176,31 +176,31 @@ class SyncRunner:
         """See ``Runner.plan``."""
         return None if self.runs.last is None else self.runs.last.plan
 
-    def _plan(self, batch: Any) -> Prepared:
+    def _plan(self, batch: Any, step: TrainStep) -> Prepared:
         cut = None if self._cut is None else BatchPieces(self._cut.most)
         if cut is not None:
-            check_rows(self._step.row_step(batch))
-        sync = SyncStep(self._step, batch, *self._most(batch), cut)
-        gate = self._step.container
+            check_rows(step.row_step(batch))
+        sync = SyncStep(step, batch, *self._most(batch), cut)
+        gate, ps = step.container, step.arrangement.ps
         apply_graph = sync.apply_graph()
         # Who counts the updates applies them, and decides what they are made of.
-        step = self._step.variables[self._step.names.index("global_step")]
-        leader = TaskName(str(step.device))
-        apply_program = plan_on(self._cluster, apply_graph, leader).program
+        count = step.variables[step.names.index("global_step")]
+        leader = TaskName(str(count.device))
+        apply_program = plan_on(self._cluster, apply_graph, leader, ps=ps).program
         reads = {v.name for p in apply_program.partitions for v in p.variables}
         graph = sync.gradient_graph({name for name in reads if name.startswith(MEAN)})
-        notes = self._step.arrangement.notes(self._step.variables)
+        notes = step.arrangement.notes(step.variables)
         graph = replace(graph, notes=(*graph.notes, *notes))
         # A worker that holds variables has a part of its own in the step of each.
-        owns = bool(self._step.owners)
+        owns = bool(step.owners)
         plans = [
-            self._plan_for(worker, graph)
+            self._plan_for(worker, graph, ps)
             for worker in (self._workers.tasks if owns else self._workers.tasks[:1])
         ]
         plan = plans[0]
         shards = [leader, *(s for s in shards_of(plan.program) if s != leader)]
-        names = [*self._step.reported(apply_graph), CONTRIBUTIONS]
-        finite = self._step.finite_check(apply_graph)
+        names = [*step.reported(apply_graph), CONTRIBUTIONS]
+        finite = step.finite_check(apply_graph)
         on_ps = (averaging(apply_program, gate, shards),)
         programs = {p.program.driver: p.program for p in plans} if owns else {}
         entropy = () if sync.entropy is None else sync.entropy.shape
@@ -208,9 +208,9 @@ class SyncRunner:
             *(graph, plan, names, shards, finite, on_ps, programs), entropy=entropy
         )
 
-    def _plan_for(self, worker: TaskName, graph: Graph) -> Plan:
+    def _plan_for(self, worker: TaskName, graph: Graph, ps: Sequence[TaskName]) -> Plan:
         """Returns the plan of one worker's contribution."""
-        plan = plan_on(self._cluster, graph, worker, own_prefix(0))
+        plan = plan_on(self._cluster, graph, worker, own_prefix(0), ps)
         program = contributing(plan.program, self._step.container)
         return replace(plan, program=program)
 

@@ -223,6 +223,8 @@ def chunks_of(
         elif report.restored is not None:
             beside.clear()
             yield report, Chunk(0, none, none, {}, restored=report.restored)
+        elif report.rescaled is not None:
+            yield report, Chunk(0, none, none, {}, rescaled=report.rescaled)
         elif together and len(report.steps) and report.position is None:
             beside.append(chunk_of(report, (), report.replica))  # another loop decides
             yield report, None

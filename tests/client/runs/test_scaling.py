@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jgraph.client.cluster import Cluster
-from jgraph.client.runs.scaling import wanted_workers
+from jgraph.client.runs.scaling import wanted_tasks
 from jgraph.errors import ConfigError, JGError, RescaleError
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.elastic import Elastic
@@ -19,15 +19,33 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 @pytest.mark.parametrize("workers", [0, -1, "-2", "x", "+x", "2", 1.5, True, None, ""])
 def test_a_count_of_workers_is_a_whole_number_above_0_or_a_change(workers: Any) -> None:
     with pytest.raises(ConfigError, match="scale\\(workers="):
-        wanted_workers(workers, 2)
+        wanted_tasks("worker", workers, 2)
 
 
 @pytest.mark.bad_input_row(27)
-def test_parameter_servers_stay_as_they_are(cluster: Cluster) -> None:
-    with pytest.raises(RescaleError, match="only workers join and leave"):
-        cluster.scale(ps=3)  # type: ignore[arg-type]
+def test_a_ps_whose_variables_no_run_moves_stays(cluster: Cluster) -> None:
+    refused: list[JGError] = []
+
+    def scale() -> None:
+        for ps in (1, 3):
+            try:
+                cluster.scale(ps=ps)
+            except RescaleError as error:
+                refused.append(error)
+
     with pytest.raises(ConfigError, match="timeout_s"):
         cluster.scale(workers=2, timeout_s=-1)
+    there = trainer(cluster, AsyncPS())
+    run = there.fit(
+        IDS, steps=200, batch_size=BATCH, callbacks=after(1, scale), progress=False
+    )
+    assert run.state == "done"
+    assert "keeps its variables where they are" in refused[0].message
+    assert "jgraph server --job ps --join" in refused[1].message
+    with pytest.raises(RescaleError, match="that no run moves, 'params/"):
+        cluster.scale(ps=1)
+    assert cluster.tasks("ps") == ["/job:ps/task:0", "/job:ps/task:1"]
+    there.close()
 
 
 @pytest.mark.bad_input_row(27)

@@ -137,10 +137,14 @@ def test_one_that_is_not_where_it_says_is_no_member(here: Servers) -> None:
 
 
 @pytest.mark.bad_input_row(27)
-def test_parameter_servers_do_not_join(here: Servers) -> None:
-    with pytest.raises(RescaleError, match="only workers do") as told:
-        join_cluster(here.servers[0].target, "ps")
-    assert told.value.code == "JG-144"
+def test_only_workers_and_parameter_servers_join(here: Servers) -> None:
+    with pytest.raises(RescaleError, match="only workers and parameter servers") as no:
+        join_cluster(here.servers[0].target, "chief")
+    assert no.value.code == "JG-144"
+    with connect(here.servers[0].target, timeout_s=20) as cluster:
+        with pytest.raises(RescaleError, match="it numbers the tasks that join"):
+            cluster.leave(TaskName(PS))
+        assert cluster.status().arrangement == 0
 
 
 @pytest.mark.bad_input_row(27)

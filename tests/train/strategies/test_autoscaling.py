@@ -31,8 +31,8 @@ class Here(Cluster):
     def starts_workers(self) -> bool:
         return True
 
-    def _start_workers(self, count: int) -> None:
-        self.joined += [join_cluster(self.target, "worker") for _ in range(count)]
+    def _start_tasks(self, job: str, count: int) -> None:
+        self.joined += [join_cluster(self.target, job) for _ in range(count)]
 
     def leave(self, task: TaskName) -> None:
         super().leave(task)

@@ -13,7 +13,13 @@ from jgraph.launch.local.cluster import LocalCluster
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"ps": (1, 2)}, "parameter servers do not join"),
+        ({"ps": (0, 2)}, r"for example ps=\(1, 4\)"),
+        ({"ps": 2}, r"for example ps=\(1, 4\)"),
+        ({"ps": (1, None)}, r"for example ps=\(1, 4\)"),
+        ({"ps": (1.0, 2)}, r"for example ps=\(1, 4\)"),
+        ({"ps": (3, 1)}, r"write ps=\(1, 3\)"),
+        ({"ps": (1, 65)}, r"write ps=\(1, 64\)"),
+        ({"ps": (1, 2), "vshards_per_ps": 0}, "whole number, 1 or more"),
         ({"workers": (3, 1)}, "the least is more than the most"),
         ({"workers": (0, 2)}, "whole numbers, 1 or more"),
         ({"workers": (1.5, 2)}, "whole numbers, 1 or more"),
@@ -45,4 +51,6 @@ def test_a_local_cluster_keeps_its_workers_unless_it_is_elastic() -> None:
         for workers in (2, "+1"):
             with pytest.raises(RescaleError, match="elastic=True"):
                 cluster.scale(workers=workers)
+        with pytest.raises(RescaleError, match="elastic=True"):
+            cluster.scale(ps=2)
         assert cluster.tasks("worker") == ["/job:worker/task:0"]

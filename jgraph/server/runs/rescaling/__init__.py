@@ -1,0 +1,1 @@
+"""Rescaling of a run on the master: its variables move to more ps, or to fewer."""

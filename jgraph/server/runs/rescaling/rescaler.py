@@ -1,0 +1,466 @@
+"""Rescaler of a run on its master: acts for the ``Rescale`` of its ps."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias, final
+
+from jgraph.clock import Clock
+from jgraph.coordination.run.rescale import (
+    AGAIN_S,
+    Drop,
+    Event,
+    Fence,
+    GoOn,
+    Instruction,
+    Known,
+    Move,
+    Moved,
+    NotMoved,
+    NotPrepared,
+    Prepare,
+    Prepared,
+    Rescale,
+    Rested,
+    Retire,
+    StateLost,
+    Switch,
+    Tell,
+    TimePassed,
+    Wanted,
+    wanted_ps,
+)
+from jgraph.errors import ClusterUnreachableError, JGError, RescaleError, TaskLostError
+from jgraph.failpoints import failpoint
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.frames import frame
+from jgraph.server.runs.journal import Journal
+from jgraph.server.runs.losses import RunLosses
+from jgraph.server.runs.peers import LoopPeers, check_master, ready_tasks
+from jgraph.server.runs.ps_setup import PsSetup, ps_task
+from jgraph.server.runs.rescaling.arrangements import RunArrangements, Transfer
+from jgraph.server.runs.rescaling.mover import Mover
+from jgraph.server.runs.run_client import RunClient
+from jgraph.server.runs.run_loops import LoopOrders
+from jgraph.server.runs.worker_setup import WorkerSetup
+from jgraph.view.units import bytes_text
+
+_LOG: Final = logging.getLogger("jgraph.recover")
+_TELL_S: Final = 10.0
+"""So long loops wait for a client that is there, and does not answer."""
+Do: TypeAlias = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+
+@final
+@dataclass(slots=True)
+class _Attempt:
+    """A rescale under way.
+
+    Attributes:
+      ps: how many there are to be.
+      name: of this time.
+      transfers: what goes where.
+      began_s: when it was asked.
+      handles: of the programs of the next loops, by the first ones.
+      preparing: gives programs.
+      rested_s: since when no loop runs.
+      has_dropped: programs of the loops of before are dropped.
+      left_out: workers that could not be given their program.
+    """
+
+    ps: int
+    name: str
+    transfers: Sequence[Transfer]
+    began_s: float
+    handles: dict[str, str] = field(default_factory=dict)
+    preparing: "asyncio.Task[None] | None" = None
+    rested_s: float = 0.0
+    has_dropped: bool = False
+    left_out: set[str] = field(default_factory=set)
+
+
+@final
+class RunRescaler:
+    """Gives one run as many ps as its cluster has, within its bounds.
+
+    Args:
+      order: what the client said of the run; changes at a switch.
+      peers: to the tasks.
+      ready: gives programs.
+      ps: opens gates.
+      loops: what each loop of the run does; gets other programs at a switch.
+      record: of the run; has the switch.
+      losses: knows the processes of the ps.
+      client: told where the variables lie; None: there is none.
+      clock: limits.
+      fence: called to let all loops end.
+      go_on: called to begin loops again, with workers that cannot have one.
+      switched: called after a switch, with the ps that are needed no more.
+      next_name: makes a name for something of the run.
+      do: does something meanwhile.
+    """
+
+    def __init__(
+        self,
+        order: pb.OpenRun,
+        peers: LoopPeers,
+        ready: WorkerSetup,
+        ps: PsSetup,
+        loops: LoopOrders,
+        record: Journal,
+        losses: RunLosses,
+        client: RunClient | None,
+        clock: Clock,
+        *,
+        fence: Callable[[], None],
+        go_on: Callable[[set[str]], None],
+        switched: Callable[[Sequence[TaskName]], None],
+        next_name: Callable[[str], str],
+        do: Do,
+    ) -> None:
+        self._order = order
+        self._peers = peers
+        self._ready = ready
+        self._ps = ps
+        self._loops = loops
+        self._record = record
+        self._losses = losses
+        self._client = client
+        self._clock = clock
+        self._fence, self._go_on, self._switched = fence, go_on, switched
+        self._next_name = next_name
+        self._do = do
+        self.confirm: Callable[[], Coroutine[Any, Any, None]] = _nobody
+        """Returns when the standbys have read the journal of so far."""
+        self._arrangements = RunArrangements(order)
+        self._mover = Mover(order, peers)
+        self._machine: Rescale | None = None
+        self._attempt: _Attempt | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._left_out: set[str] = set()
+        self._is_over = asyncio.Event()
+        self._is_over.set()
+        self.ps = 0
+        """How many ps the run has, and needs no others any more."""
+        self.number = 0
+        """Of the last switch."""
+        self.why = ""
+        """Why the run has not as many ps as its cluster; empty: it has."""
+        self.adopt()
+
+    # ------------------------------------------------------------ from outside
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether ps join the run, and leave it."""
+        return self._order.HasField("ps")
+
+    def adopt(self) -> None:
+        """Takes note of how many ps the run has, as the order says."""
+        self.ps = self._ready.ps = self._order.ps.now
+
+    def begin(self) -> None:
+        """Looks after the number of ps from now on."""
+        if self.is_elastic and self._machine is None:
+            self._machine = Rescale(self._order.ps.now)
+            self.look()
+            self._wake()
+
+    def close(self) -> None:
+        """Changes nothing any more."""
+        self._machine = None
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._attempt is not None and self._attempt.preparing is not None:
+            self._attempt.preparing.cancel()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a rescale waits for the end of all loops."""
+        return self._machine is not None and self._machine.is_due
+
+    def is_leaver(self, task: TaskName) -> bool:
+        """Whether a ps that is told to end leaves the run by a rescale, for good."""
+        if not self.is_elastic:
+            return False
+        return task != ps_task(0) and task in self._peers.leavers()
+
+    def look(self) -> None:
+        """Takes note that tasks have joined the cluster, or were told to leave it."""
+        if self._machine is None:
+            return
+        now, one = self._machine.ps, self._arrangements
+        wanted, agrees = wanted_ps(now, one.least, one.most, self._peers.ps())
+        if not agrees:
+            self.why = (
+                f"run '{self._order.run}' may have {one.least} to {one.most} parameter "
+                "servers, as jg.Elastic(ps=…) says"
+            )
+        elif wanted == now:
+            self.why = ""
+        self._handle(Wanted(wanted))
+
+    def rest(self) -> None:
+        """Goes on with a rescale, as no loop runs."""
+        self._handle(Rested())
+
+    async def lose_state(self) -> None:
+        """Gives up a rescale, or waits for its end: a ps is gone, and what it held."""
+        self._handle(StateLost())
+        await self._is_over.wait()
+
+    async def tidy(self) -> None:
+        """Makes the ps what the order says, after the master of before was lost."""
+        if self.is_elastic:
+            await self._mover.forget(self._arrangements.elsewhere())
+            await self._renew()
+
+    def switch_as(self, switch: pb.RunRescaled) -> None:
+        """Takes a switch that another master has journalled."""
+        self.number = switch.number
+        self._apply(switch.ps, dict(switch.handles))
+
+    # ------------------------------------------------------------ decisions
+
+    def _wake(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(AGAIN_S, self._wake)
+        self._handle(TimePassed())
+
+    def _handle(self, event: Event) -> None:
+        if self._machine is None or self._record.is_over:
+            return
+        instructions = self._machine.handle(event, self._clock.now())
+        if instructions:
+            self._do(self._perform(instructions))
+
+    async def _perform(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Prepare(ps):
+                    self._prepare(ps)
+                case Fence():
+                    self._fence()
+                case Move(ps):
+                    await self._move(ps)
+                case Switch():
+                    await self._switch()
+                case Retire():
+                    await self._retire()
+                case Drop():
+                    await self._drop()
+                case GoOn():
+                    self._resume()
+                case Tell(error):
+                    self._tell(error)
+
+    def _tell(self, error: JGError) -> None:
+        self.why = error.message.rstrip(".")
+        _LOG.warning("run '%s' stays as it is: %s", self._order.run, self.why)
+
+    # ------------------------------------------------------------ before the switch
+
+    def _prepare(self, ps: int) -> None:
+        transfers = self._arrangements.transfers(ps)
+        now = self._clock.now()
+        attempt = _Attempt(ps, self._next_name(f"ps{ps}"), transfers, now)
+        self._attempt = attempt
+        attempt.preparing = self._do(self._make_ready(attempt))
+
+    async def _make_ready(self, attempt: _Attempt) -> None:
+        """Gives all tasks the programs for other ps, while training goes on."""
+        try:
+            await check_master(self._peers, self._order.run, self._record.term)
+            ready = await ready_tasks(self._peers)
+            lacks = [t for t in map(ps_task, range(attempt.ps)) if t not in ready]
+            if lacks:
+                what = f"{', '.join(lacks)} takes no new work"
+                raise TaskLostError(what, task=lacks[0])
+            await self._give_programs(attempt)
+            failpoint("rescale.prepared")
+        except JGError as error:
+            if self._attempt is attempt:
+                self._handle(NotPrepared(_refused(self._order, attempt, error)))
+        else:
+            attempt.preparing = None
+            if self._attempt is attempt:
+                self._handle(Prepared())
+
+    async def _give_programs(self, attempt: _Attempt) -> None:
+        """Gives the programs of loops that have none for these ps yet."""
+        for loop in list(self._loops.newest):
+            await self._give(attempt, loop.handle, loop.task)
+        if self._order.saves.snapshot:
+            await self._give(attempt, self._order.saves.snapshot, "")
+
+    async def _give(self, attempt: _Attempt, handle: str, task: str) -> None:
+        first = handle.partition("~")[0]
+        if first in attempt.handles:
+            return
+        try:
+            new = await self._ready.give(handle, attempt.name, attempt.ps)
+        except (ClusterUnreachableError, TaskLostError) as error:
+            if error.details.get("task") != task or not task:
+                raise
+            attempt.left_out.add(task)  # the others go on
+        else:
+            attempt.handles[first] = new
+            attempt.left_out.discard(task)
+
+    async def _move(self, ps: int) -> None:
+        attempt = self._attempt
+        assert attempt is not None
+        attempt.rested_s = self._clock.now()
+        self._is_over.clear()
+        try:
+            await check_master(self._peers, self._order.run, self._record.term)
+            failpoint("rescale.rested")
+            attempt.has_dropped = True
+            drops = (
+                self._ready.drop(loop.handle, settle=True)
+                for loop in self._loops.newest
+            )
+            await asyncio.gather(*drops)
+            await self._give_programs(attempt)
+            await self._mover.copy(attempt.transfers, attempt.name)
+            await self._open_gates(ps)
+            failpoint("rescale.moved")
+        except JGError as error:
+            self._handle(NotMoved(_refused(self._order, attempt, error)))
+        else:
+            self._handle(Moved())
+
+    async def _open_gates(self, ps: int | None = None) -> None:
+        """Opens the gates of asynchronous training on the ps of an arrangement."""
+        gate = pb.OpenGate()
+        gate.CopyFrom(self._order.gate)
+        if not gate.shards:
+            return  # the next round of synchronous training opens its own
+        now = self._order.ps.now if ps is None else ps
+        gate.shards[:] = self._arrangements.of(now).shards
+        gate.opening = self._next_name(f"{self._order.run}-gate")
+        for shard in gate.shards:
+            request = frame(open_gate=gate)
+            await self._peers.call(TaskName(shard), "OpenGate", request)
+
+    async def _drop(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return
+        if attempt.preparing is not None:
+            attempt.preparing.cancel()
+        for handle in attempt.handles.values():
+            await self._ready.drop(handle)
+        if not attempt.has_dropped:
+            return
+        await self._mover.drop(attempt.transfers, attempt.name)
+        await self._renew()
+
+    async def _renew(self) -> None:
+        """Gives gates and programs for the ps of now again: they may be dropped."""
+        with suppress(JGError):  # of a ps that is lost, which its loops will tell
+            await self._open_gates()
+        suffix = self._next_name("ps")
+        for loop in self._loops.newest:
+            with suppress(JGError):
+                loop.handle = await self._ready.renew(loop.handle, suffix)
+
+    async def _tell_client(self, leavers: Sequence[TaskName], ps: int) -> None:
+        """Lets the client look for the variables where they are, if it answers soon."""
+        if self._client is None or self._client.is_gone:
+            return
+        with suppress(JGError, TimeoutError):  # else it reads so in the reports
+            async with asyncio.timeout(_TELL_S):
+                await self._client.ask("rescaled", tasks=leavers, ps=ps)
+
+    def _resume(self) -> None:
+        self._is_over.set()
+        left_out, self._left_out = self._left_out, set()
+        self._go_on(left_out)
+        self.look()
+
+    # ------------------------------------------------------------ the switch
+
+    async def _switch(self) -> None:
+        attempt = self._attempt
+        assert attempt is not None
+        now, before = self._clock.now(), self._order.ps.now
+        self.number += 1
+        switch = pb.RunRescaled(
+            number=self.number,
+            before=before,
+            ps=attempt.ps,
+            nbytes=sum(one.nbytes for one in attempt.transfers),
+            seconds=now - attempt.began_s,
+            paused_s=now - attempt.rested_s,
+            handles=attempt.handles,
+        )
+        self._apply(attempt.ps, attempt.handles)
+        await self._losses_learn(attempt.ps)
+        self._record.rescale(switch, self._losses.holders)
+        failpoint("rescale.switched")
+        await self.confirm()
+        text = (
+            f"run '{self._order.run}' has {attempt.ps} ps, {before} before: "
+            f"{bytes_text(switch.nbytes)} moved in {switch.seconds:.1f} s, while loops "
+            f"paused for {switch.paused_s:.2f} s"
+        )
+        _LOG.info("%s", text)
+        self._peers.note("moved", text)
+        self._handle(Known())
+
+    async def _losses_learn(self, ps: int) -> None:
+        ready = await ready_tasks(self._peers)
+        for task in map(ps_task, range(ps)):
+            if task in ready:
+                self._losses.known.setdefault(task, ready[task])
+        for task in [t for t in self._losses.known if self._is_beyond(t, ps)]:
+            del self._losses.known[task]
+
+    def _is_beyond(self, task: TaskName, ps: int) -> bool:
+        return task in [ps_task(n) for n in range(ps, self._arrangements.most)]
+
+    def _apply(self, ps: int, handles: dict[str, str]) -> None:
+        """Makes the order, and those of the loops, what they are with so many ps."""
+        arrangement = self._arrangements.of(ps)
+        self._order.ps.now = self._ready.ps = ps
+        if self._order.gate.shards:
+            self._order.gate.shards[:] = arrangement.shards
+        if arrangement.HasField("saves"):
+            self._order.saves.CopyFrom(arrangement.saves)
+        if self._order.saves.snapshot:
+            first = self._order.saves.snapshot.partition("~")[0]
+            self._order.saves.snapshot = handles.get(first, first)
+        if self._loops.arbiter is not None:
+            self._loops.arbiter.sync.shards[:] = arrangement.shards
+        for loop in self._loops.newest:
+            first = loop.handle.partition("~")[0]
+            loop.handle = handles.get(first, loop.handle)
+
+    async def _retire(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        assert attempt is not None
+        leavers = [ps_task(n) for n in self._peers.ps() if n >= attempt.ps]
+        # First: what it reads now is there where it looks.
+        await self._tell_client(leavers, attempt.ps)
+        await self._mover.forget((one.src, one.names) for one in attempt.transfers)
+        await self._mover.forget_all(leavers)
+        failpoint("rescale.retired")
+        self._switched(leavers)
+        self._left_out = attempt.left_out
+        self.ps, self.why = attempt.ps, ""
+
+
+async def _nobody() -> None:
+    """There is no standby."""
+
+
+def _refused(order: pb.OpenRun, attempt: _Attempt, error: JGError) -> RescaleError:
+    return RescaleError(
+        f"run '{order.run}' cannot have {attempt.ps} parameter servers now, and goes "
+        f"on with {order.ps.now}: {error.message}",
+        run=order.run,
+    )

@@ -1,0 +1,140 @@
+"""Parameter servers join a run and leave it; tasks are killed while variables move."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from jgraph.clock import SystemClock
+from jgraph.errors import JGError
+from jgraph.failpoints import CRASHED, ONCE, POINTS, VARIABLE
+from jgraph.launch.local.cluster import LocalCluster
+from jgraph.train.run.run import Run
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.elastic import Elastic
+from jgraph.train.strategies.sync_runner import SyncPS
+from tests.support.counting import BATCH, IDS, Ledger, check_together, trainer
+from tests.support.fault import Fault
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(180)]
+
+ELASTIC = Elastic(ps=(1, 3))
+AT: Final = [point for point in POINTS if point.startswith("rescale.")]
+QUICK: Final = "rescale.moved"
+
+
+def begun(cluster: LocalCluster, strategy: Any) -> tuple[Any, Run]:
+    """A run that goes on until it is stopped."""
+    there = trainer(cluster, strategy)
+    run = there.fit(IDS, steps=10**6, batch_size=BATCH, block=False, progress=False)
+    wait_until(lambda: run.steps >= 20)
+    return there, run
+
+
+def goes_on(run: Run, steps: int = 20) -> None:
+    """Waits until a run has done some more steps."""
+    until = run.steps + steps
+    wait_until(lambda: run.steps >= until or run.state != "running", 60)
+    assert run.state == "running"
+
+
+def lies_on(cluster: LocalCluster, ps: int) -> Callable[[], bool]:
+    """Whether the variables of the run of a cluster lie on so many ps."""
+
+    def found() -> bool:
+        with suppress(JGError):  # the task that is asked may be the one that is lost
+            return [r.ps for r in cluster.runs() if r.state == "running"] == [ps]
+        return False
+
+    return found
+
+
+def checked(there: Any, run: Run, *, together: bool, lost: int = 0) -> None:
+    """Stops a run, and checks that each batch was counted as it should be."""
+    run.stop()
+    run.wait(60)
+    if together:
+        check_together(there, run)
+        return
+    ledger = Ledger()
+    ledger.add(run)
+    ledger.check(there, lost=lost)
+
+
+@pytest.mark.row(45)
+@pytest.mark.parametrize("strategy", [AsyncPS, SyncPS])
+def test_parameter_servers_join_a_run_and_leave_it_and_no_update_is_lost(
+    fault: Fault, strategy: Any
+) -> None:
+    fault.is_noticed = False
+    cluster = fault.cluster(ps=1, workers=2, elastic=True)
+    there, run = begun(cluster, strategy(elastic=ELASTIC))
+    for ps in (3, "-1", 1, 2):
+        cluster.scale(ps=ps)
+        goes_on(run)
+    assert len(cluster.tasks("ps")) == 2
+    checked(there, run, together=strategy is SyncPS)
+    assert run.repeated() == 0
+    there.close()
+
+
+@pytest.mark.row(46)
+@pytest.mark.parametrize(
+    "point",
+    [pytest.param(n, marks=() if n == QUICK else pytest.mark.chaos) for n in AT],
+)
+@pytest.mark.parametrize(
+    "strategy", [SyncPS, pytest.param(AsyncPS, marks=pytest.mark.chaos)]
+)
+def test_a_master_that_dies_while_variables_move_costs_no_update(
+    fault: Fault, tmp_path: Path, point: str, strategy: Any
+) -> None:
+    """There is no checkpoint: to go back would end the run."""
+    once = tmp_path / "crashed"
+    env = {VARIABLE: f"{point}=crash", ONCE: str(once)}
+    cluster = fault.cluster(ps=1, workers=2, elastic=True, restarts=3, env=env)
+    there, run = begun(cluster, strategy(elastic=ELASTIC))
+    master = cluster.master
+    with suppress(JGError):  # the master was asked, and is gone
+        cluster.scale(ps=2, timeout_s=5)
+    wait_until(once.exists, 30)
+    wait_until(lies_on(cluster, 2), 60)
+    goes_on(run)
+    assert run.recoveries() == []
+    checked(there, run, together=strategy is SyncPS, lost=1)
+    fault.names += [f"exit code {CRASHED}", f"{master}, the master, was lost"]
+    there.close()
+
+
+@pytest.mark.row(46)
+@pytest.mark.chaos
+@pytest.mark.parametrize("strategy", [SyncPS, AsyncPS])
+@pytest.mark.parametrize("point", ["rescale.rested", "rescale.copied"])
+def test_a_ps_that_joins_and_dies_while_variables_move_changes_nothing(
+    fault: Fault, point: str, strategy: Any
+) -> None:
+    env = {VARIABLE: f"{point}=sleep:3"}
+    cluster = fault.cluster(ps=1, workers=2, elastic=True, env=env)
+    there, run = begun(cluster, strategy(elastic=ELASTIC))
+    cluster.scale(ps=2, wait=False)
+    wait_until(lambda: len(cluster.renewed_tasks("ps")) == 2)
+    clock, stood = SystemClock(), (run.steps, 0.0)
+
+    def is_at_rest() -> bool:
+        """Whether no step was done for a second: a rest takes three here."""
+        nonlocal stood
+        if run.steps != stood[0]:
+            stood = run.steps, clock.now()
+        return clock.now() - stood[1] > 1.0
+
+    wait_until(is_at_rest, 30)
+    cluster.kill("/job:ps/task:1")
+    goes_on(run)
+    assert lies_on(cluster, 1)()
+    assert run.rescales() == []
+    checked(there, run, together=strategy is SyncPS)
+    fault.names += ["stays as it is"]
+    there.close()

@@ -1,0 +1,240 @@
+"""Parameter servers join a run and leave it; what it computes is the same."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jgraph as jg
+from jgraph.client.cluster import Cluster, connect
+from jgraph.errors import ConfigError, RescaleError
+from jgraph.graph.device import TaskName
+from jgraph.server.members.joining import join_cluster
+from jgraph.server.server import Server
+from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.trainer import Trainer
+from tests.support.counting import BATCH, IDS, Ledger, trainer
+from tests.support.servers import Servers
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+EXAMPLES, WIDTH = 48, 200
+X = np.random.default_rng(0).normal(size=(EXAMPLES, WIDTH)).astype(np.float32)
+DATA = {"x": X, "y": X.sum(1, keepdims=True)}
+ELASTIC = jg.Elastic(ps=(1, 3))
+
+
+class Model(nnx.Module):
+    """Two layers, the first in several pieces of 64 KB."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.last = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.last(nnx.tanh(self.first(x)))
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def plain(steps: int, tx: Any) -> Any:
+    """Trains one process on all examples, so many steps; returns the parameters."""
+    graph, params = nnx.split(Model())
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        grads = jax.grad(lambda p: loss(nnx.merge(graph, p), DATA))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(steps):
+        params, state = step(params, state)
+    return params
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    servers = Servers(ps=1, worker=2)
+    with connect(servers.servers[0].target, timeout_s=20) as cluster:
+        yield cluster
+    servers.stop()
+
+
+class Rescaled:
+    """Lets ps join and leave the run of a cluster."""
+
+    def __init__(self, cluster: Cluster, run: Any) -> None:
+        self._cluster, self._run = cluster, run
+        self.servers: list[Server] = []
+
+    def to(self, ps: int) -> None:
+        """Waits until the variables lie on so many ps, and some steps are done."""
+        while len(self.servers) + 1 < ps:
+            self.servers.append(join_cluster(self._cluster.target, "ps"))
+        for server in reversed(self.servers[ps - 1 :]):
+            self._cluster.announce(server.task)
+        wait_until(lambda: self.now == ps)
+        for _ in self.servers[ps - 1 :]:
+            self.servers.pop().stop(1.0)
+        self._cluster.refresh()
+        until = self._run.steps + 10
+        wait_until(lambda: self._run.steps >= until or self._run.state != "running")
+        assert self._run.state == "running"
+
+    @property
+    def now(self) -> int:
+        """On how many ps the variables lie."""
+        return next(r.ps for r in self._cluster.runs() if r.state == "running")
+
+    def end(self) -> None:
+        self._run.stop()
+        self._run.wait(30)
+
+    def stop(self) -> None:
+        for server in self.servers:
+            server.stop(0.0)
+
+
+def begun(cluster: Cluster, there: Trainer, data: Any, batch: int) -> Any:
+    run = there.fit(data, steps=10**6, batch_size=batch, block=False, progress=False)
+    wait_until(lambda: run.steps >= 10)
+    return run
+
+
+@pytest.mark.row(45)
+@pytest.mark.parametrize("tx", [optax.adam(1e-3)], ids=["adam"])
+def test_synchronous_training_that_is_rescaled_is_that_of_plain_jax(
+    cluster: Cluster, tx: Any
+) -> None:
+    there = Trainer(
+        Model(), loss, tx, cluster=cluster, strategy=jg.SyncPS(elastic=ELASTIC)
+    )
+    # An update is of all examples, whatever the order.
+    run = begun(cluster, there, DATA, EXAMPLES // 2)
+    rescaled = Rescaled(cluster, run)
+    for ps in (2, 3, 1, 2):
+        rescaled.to(ps)
+    rescaled.end()
+    assert [(r.before, r.ps) for r in run.rescales()] == [
+        (1, 2),
+        (2, 3),
+        (3, 1),
+        (1, 2),
+    ]
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(there.current_values()))
+    piece = WIDTH * WIDTH * 4 * 3 / 2
+    assert all(0 < r.nbytes <= total / 2 + piece for r in run.rescales()[:2])
+    for ours, theirs in zip(
+        jax.tree.leaves(nnx.state(run.model())),
+        jax.tree.leaves(plain(run.steps, tx)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    there.close()
+    rescaled.stop()
+
+
+@pytest.mark.row(45)
+@pytest.mark.parametrize("staleness", [None, 2])
+def test_each_batch_of_asynchronous_training_counts_once(
+    cluster: Cluster, staleness: int | None
+) -> None:
+    strategy = jg.AsyncPS(elastic=jg.Elastic(ps=(1, 2)), max_staleness=staleness)
+    there, ledger = trainer(cluster, strategy), Ledger()
+    run = begun(cluster, there, IDS, BATCH)
+    rescaled = Rescaled(cluster, run)
+    for ps in (2, 1, 2):
+        rescaled.to(ps)
+    assert rescaled.now == 2
+    rescaled.end()
+    ledger.add(run)
+    assert ledger.check(there) == 0
+    assert run.repeated() == 0
+    # The next run begins where the variables are.
+    again = there.fit(IDS, steps=30, batch_size=BATCH, progress=False)
+    ledger.add(again)
+    assert ledger.check(there) == 0
+    there.close()
+    rescaled.stop()
+
+
+def test_checkpoints_are_saved_and_restored_whatever_ps_there_are(
+    cluster: Cluster, tmp_path: Any
+) -> None:
+    strategy = jg.SyncPS(elastic=jg.Elastic(ps=(1, 2)))
+    there = trainer(cluster, strategy)
+    run = there.fit(
+        IDS,
+        steps=10**6,
+        batch_size=BATCH,
+        block=False,
+        progress=False,
+        checkpoint=jg.Checkpoints(tmp_path, every=20),
+    )
+    wait_until(lambda: run.steps >= 25)
+    rescaled = Rescaled(cluster, run)
+    rescaled.to(2)
+    until = run.steps + 45
+    wait_until(lambda: run.steps >= until)
+    rescaled.to(1)
+    rescaled.end()
+    values = there.current_values()
+    there.close()
+    alone = trainer(cluster, jg.SyncPS())
+    alone.restore(tmp_path)
+    for ours, theirs in zip(values, alone.current_values(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    alone.close()
+    rescaled.stop()
+
+
+@pytest.mark.bad_input_row(27)
+@pytest.mark.parametrize(
+    ("strategy", "says"),
+    [
+        (lambda e: jg.AsyncPS(elastic=e, durability="replica"), "leave out durability"),
+        (lambda e: jg.AsyncPS(elastic=e, partition_strategy="mod"), "strategy='div'"),
+        (lambda e: jg.AsyncPS(elastic=e, placement=jg.RoundRobin()), "placement="),
+        (lambda e: jg.SyncPS(elastic=e, gradient_dtype="int8"), "gradient_dtype="),
+        (lambda e: jg.SyncPS(elastic=e, dense="auto"), "dense='ps'"),
+    ],
+)
+def test_what_does_not_move_is_refused(strategy: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        strategy(ELASTIC)
+
+
+@pytest.mark.bad_input_row(27)
+def test_a_run_has_as_many_ps_as_it_may_have(cluster: Cluster) -> None:
+    def of(strategy: Strategy, **options: Any) -> Sequence[TaskName]:
+        there = trainer(cluster, strategy)
+        try:
+            there.fit(IDS, steps=1, batch_size=BATCH, progress=False, **options)
+        finally:
+            there.close()
+        return cluster.tasks()
+
+    with pytest.raises(ConfigError, match="the run may have 2 to 3"):
+        of(jg.AsyncPS(elastic=jg.Elastic(ps=(2, 3))))
+    there = trainer(cluster, jg.AsyncPS(elastic=jg.Elastic(ps=(1, 2))))
+    run = begun(cluster, there, IDS, BATCH)
+    with pytest.raises(RescaleError, match="may have 1 to 2 parameter servers"):
+        cluster.scale(ps=3)
+    with pytest.raises(RescaleError, match="jgraph server --job ps --join"):
+        cluster.scale(ps="+1")
+    with pytest.raises(ConfigError, match="would leave 0 of 1 parameter servers"):
+        cluster.scale(ps="-1")
+    assert cluster.scale(ps=1) == cluster.tasks("ps")
+    run.stop()
+    run.wait(30)
+    there.close()
