@@ -13,6 +13,7 @@ from jgraph.client.status import ClusterStatus, TaskStatus
 from jgraph.clock import WallClock
 from jgraph.cluster.events import Event
 from jgraph.cluster.loop_messages import report_in
+from jgraph.coordination.sync.rounds import RoundRecord
 from jgraph.coordination.watch.alarms import Alarm
 from jgraph.coordination.watch.board import Board
 from jgraph.coordination.watch.facts import Fact, clean
@@ -25,6 +26,7 @@ from jgraph.rpc.transport import Frame
 _STEPS: Final = 8
 _SAMPLES: Final = 16
 _SHARDS: Final = 2_000
+_ROUNDS: Final = 50
 _REAL: Final = frozenset(
     f"{kind}{bits}" for kind in ("float", "int", "uint") for bits in (8, 16, 32, 64)
 ) | {"bfloat16"}
@@ -70,7 +72,8 @@ def report_fact(
         tasks[body.replica] = TaskName(body.task)
     report = report_in(tasks, message)
     back = report.restored
-    if not len(report.steps) and back is None and not report.dropped:
+    rounds = [_round(record, wait_s) for record, wait_s in report.rounds[-_ROUNDS:]]
+    if not (len(report.steps) or report.dropped or rounds) and back is None:
         return None
     metrics = {
         name: value
@@ -88,8 +91,18 @@ def report_fact(
         times=dict(report.times),
         metrics=metrics,
         dropped=dict(report.dropped),
+        rounds=rounds,
         back_to=None if back is None else back.back_to,
     )
+
+
+def _round(record: RoundRecord, wait_s: float) -> Fact:
+    return {
+        "number": record.number + 1,
+        "members": list(record.members),
+        "dropped": dict(record.dropped),
+        "wait_s": wait_s,
+    }
 
 
 def variables_fact(variables: Iterable[Any], now: float) -> Fact:

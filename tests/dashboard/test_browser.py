@@ -13,7 +13,8 @@ from jgraph.clock import WallClock
 from jgraph.dashboard.journaled_board import JournaledBoard
 from jgraph.dashboard.report import report
 from jgraph.dashboard.sources import ReplaySource
-from tests.support.board_facts import START, WORKERS, status
+from tests.support import board_facts
+from tests.support.board_facts import PS, START, WORKERS, status
 from tests.support.chromium import CHROMIUM, needs_chromium
 from tests.support.dashboards import EVIL, Imagined, scene, serving
 
@@ -23,7 +24,8 @@ playwright = pytest.importorskip(
 pytestmark = [pytest.mark.slow, pytest.mark.procs, needs_chromium]
 TITLES = (
     *("Overview", "Training", "Workers", "Tasks", "Traffic", "Parameters"),
-    *("Timeline", "Checkpoints and events", "Members", "Serving", "About"),
+    *("Timeline", "Checkpoints and events", "Members", "Serving"),
+    *("Rounds", "About"),
 )
 
 
@@ -49,7 +51,7 @@ class Seen:
 
 
 def key_of(page: Any, number: int) -> None:
-    """Chooses a page: by its key, and the eleventh by its tab."""
+    """Chooses a page: by its key, and those after the tenth by their tab."""
     if number <= 10:
         page.keyboard.press(str(number % 10))
     else:
@@ -217,6 +219,26 @@ def test_a_frame_is_shown_where_it_was_asked_for_and_nowhere_else(
             sentence = page.frame_locator("#shown").locator("#sentence")
             expect(sentence).to_contain_text("run 'mlp' is at step")
             assert page.frame_locator("#hidden").locator("#sentence").count() == 0
+
+
+def test_the_rounds_of_clients_are_listed_with_who_was_dropped(browser: Any) -> None:
+    source = fresh()
+    now = source.board.view()["time"] - START
+    dropped = {WORKERS[2]: "late"}
+    over = [
+        {"number": n, "members": WORKERS[:2], "dropped": dropped, "wait_s": 0.5}
+        for n in (6, 7)
+    ]
+    source.board.take(board_facts.report(now, task=PS, steps=2, rounds=over))
+    with serving(source) as server, opened(browser, server.url) as (page, seen):
+        key_of(page, 1 + TITLES.index("Rounds"))
+        line = page.locator("table").first.locator("tbody tr").first
+        expect(line).to_contain_text("worker:0, worker:1")
+        expect(line).to_contain_text("worker:2 late")
+        expect(line.locator("td").first).to_have_text("7")
+        clients = page.locator("table").nth(1).locator("tbody tr")
+        expect(clients).to_have_count(3)
+        assert seen.complaints == []
 
 
 def test_the_last_steps_are_drawn_with_what_they_waited_for(browser: Any) -> None:

@@ -97,11 +97,12 @@ class FlightCollector:
         """
         began = self._clock.now()
         await self._look(pb.FlightQuery(no_records=True))
-        looks = 0
-        while (remaining_s := began + seconds - self._clock.now()) > 0:
+        # So many at most, whatever the clock says: the loop may have another.
+        for look in range(1, math.ceil(seconds / _CLOCK_EVERY_S) + 1):
+            if (remaining_s := began + seconds - self._clock.now()) <= 0:
+                break
             await asyncio.sleep(min(remaining_s, _CLOCK_EVERY_S))
-            looks += 1
-            records = looks % _RECORDS_EVERY == 0
+            records = look % _RECORDS_EVERY == 0
             await self._look(pb.FlightQuery(no_records=not records))
         await self._look(pb.FlightQuery())
         return self._trace(began)

@@ -1,7 +1,7 @@
 """Runs of a watched cluster: progress, curves of metrics, step times of each worker."""
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Final, final
 
@@ -13,6 +13,10 @@ _STEPS: Final = 256
 _NAMES: Final = 64
 """Metrics of one run, at most."""
 _RUNS: Final = 16
+_ROUNDS: Final = 50
+"""The newest, of which a run has rows."""
+_CLIENTS: Final = 16
+"""Names in one of these, at most."""
 _CONTRIBUTIONS: Final = "contributions"
 """Metric of synchronous training: how many workers' batches are in a step."""
 
@@ -63,6 +67,7 @@ class RunSeen:
       metrics: a curve over steps for each.
       rate: steps per second, over time.
       advanced: when it made a step last.
+      rounds: of a federated run, by number: who took part, and who was dropped.
       recoveries: how often it went back to a checkpoint.
       odd: names of metrics that were not finite.
     """
@@ -73,6 +78,8 @@ class RunSeen:
         self.metrics: dict[str, Series] = {}
         self.rate = Series()
         self.advanced: float | None = None
+        self.rounds: dict[int, dict[str, Any]] = {}
+        self.clients: dict[str, Counter[str]] = {}
         self.recoveries = 0
         self.odd: set[str] = set()
         self.workers: dict[str, WorkerSeen] = {}
@@ -108,6 +115,9 @@ class RunSeen:
             self._take_worker(task, steps, fact)
         for late, count in numbers(fact, "dropped").items():
             self.workers.setdefault(late, WorkerSeen()).dropped = count
+        for one in items(fact, "rounds"):
+            if isinstance(one, Mapping):
+                self._take_round(one)
         if steps and (decides or not is_sync):
             self._reported += steps
             self._take_metrics(fact)
@@ -120,6 +130,27 @@ class RunSeen:
         if steps:
             parts = numbers(fact, "times").items()
             worker.parts = {name: total / steps for name, total in parts}
+
+    def _take_round(self, fact: Fact) -> None:
+        members = [name for name in items(fact, "members") if isinstance(name, str)]
+        reasons = fact.get("dropped")
+        dropped = {
+            task: str(why)
+            for task, why in (reasons.items() if isinstance(reasons, Mapping) else ())
+        }
+        for task in members:
+            self.clients.setdefault(task, Counter())["members"] += 1
+        for task, why in dropped.items():
+            self.clients.setdefault(task, Counter())[why] += 1
+        self.rounds[int(number(fact, "number"))] = {
+            "clients": len(members),
+            "who": members[:_CLIENTS],
+            "dropped": len(dropped),
+            "why": dict(list(dropped.items())[:_CLIENTS]),
+            "wait_s": round(number(fact, "wait_s"), 3),
+        }
+        for old in sorted(self.rounds)[:-_ROUNDS]:
+            del self.rounds[old]
 
     def _take_metrics(self, fact: Fact) -> None:
         at = number(self.facts, "first_step") + self._reported
@@ -136,11 +167,13 @@ class RunSeen:
     def _begin_anew(self) -> None:
         """All of it is told again."""
         self.metrics, self.workers, self.recoveries = {}, {}, 0
+        self.rounds, self.clients = {}, {}
         self._reported = 0.0
 
     def _go_back(self, step: float) -> None:
         self.recoveries += 1
         self._reported = max(0.0, step - number(self.facts, "first_step"))
+        self.rounds = {n: one for n, one in self.rounds.items() if n <= step}
         for series in self.metrics.values():
             series.cut(step)
 
@@ -172,6 +205,8 @@ class RunSeen:
             "not_finite": sorted(self.odd),
             "workers": {task: w.view() for task, w in sorted(self.workers.items())},
             "recoveries": self.recoveries,
+            "rounds": {str(n): one for n, one in sorted(self.rounds.items())},
+            "clients": {task: dict(n) for task, n in sorted(self.clients.items())},
             "members": items(fact, "workers"),
             "bounds": items(fact, "bounds") or None,
         }

@@ -86,6 +86,32 @@ def test_in_synchronous_training_the_one_that_decides_tells_of_steps() -> None:
     assert set(board.view()["runs"]["mlp"]["workers"]) == set(WORKERS[:3])
 
 
+def test_rounds_have_who_took_part_and_the_oldest_are_shown_no_more() -> None:
+    def over(number: int) -> dict[str, object]:
+        dropped = {WORKERS[2]: "late"} if number % 2 else {}
+        members = WORKERS[:2]
+        return {"number": number, "members": members, "dropped": dropped, "wait_s": 1}
+
+    told = [report(1, steps=1, task=PS, rounds=[over(n)]) for n in range(1, 61)]
+    board = board_of(run(0, 0, synchronous=True), *told)
+    seen = board.view()["runs"]["mlp"]
+    assert [*seen["rounds"]] == [str(n) for n in range(11, 61)]
+    assert seen["rounds"]["59"] == {
+        "clients": 2,
+        "who": WORKERS[:2],
+        "dropped": 1,
+        "why": {WORKERS[2]: "late"},
+        "wait_s": 1,
+    }
+    assert seen["clients"][WORKERS[0]] == {"members": 60}
+    assert seen["clients"][WORKERS[2]] == {"late": 30}
+    board.take(report(2, steps=0, task=PS, back_to=55))
+    assert max(map(int, board.view()["runs"]["mlp"]["rounds"])) == 55
+    for strange in (7, {"number": -1, "members": 3, "dropped": [], "wait_s": "x"}):
+        board.take(report(3, steps=0, task=PS, rounds=[strange]))
+    assert "0" in board.view()["runs"]["mlp"]["rounds"]
+
+
 def test_a_run_that_went_back_is_drawn_from_there() -> None:
     reports = [report(second) for second in range(5)]
     board = board_of(run(0, 0), *reports, report(6, steps=0, back_to=20), report(7))
