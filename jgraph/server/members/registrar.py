@@ -2,7 +2,8 @@
 
 The first ps of a cluster is its registrar, or its first task if there is no ps. All
 tasks know the arrangement, and any passes on to the registrar what concerns it. So a
-registrar that was started again learns from the others what there is.
+registrar that was started again learns from the others what there is: one that joins is
+not answered before another task knows of it.
 """
 
 import asyncio
@@ -51,6 +52,10 @@ from jgraph.server.task_context import TaskContext
 _LOG = logging.getLogger("jgraph.members")
 _LOOK_S: Final = 2.0
 """Between two looks: that a task is gone, or begun anew, shows only by asking it."""
+_GONE_S: Final = 1.0
+"""Nobody waits longer for members that may be gone: one that is refuses at once."""
+_TOLD_S: Final = 2.0
+"""Nor for others to hear of who joins: they may all be out of reach."""
 _TEXTS: Final[Mapping[str, str]] = {
     "joined": "{task} joined the cluster at {address}",
     "leaves": "{task} was told to leave the cluster",
@@ -109,6 +114,10 @@ class Registrar:
         self._learning: asyncio.Task[None] | None = None
         self._watched: dict[tuple[TaskName, Address], asyncio.Task[None]] = {}
         self._news = asyncio.Event()
+        self._known_numbers: dict[
+            TaskName, int
+        ] = {}  # the newest arrangement that each has
+        self._hears = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self.methods: Mapping[str, Answer] = {
             "Members": self._members,
@@ -173,6 +182,8 @@ class Registrar:
             await self._find_gone(body.job)
             event = Knocked(body.job, body.incarnation, tuple(body.indices) or None)
         name = self._handle(event)
+        if body.task:
+            await self._wait_told(TaskName(body.task))
         yield frame(
             join_reply=pb.JoinReply(
                 task=name or body.task, members=self._mine(), lease_s=self._lease_s
@@ -244,7 +255,29 @@ class Registrar:
             for task, member in joined
             if task.startswith(f"/job:{job}/")
         ]
-        await asyncio.gather(*looks)
+        if not looks:
+            return
+        working = [asyncio.ensure_future(look) for look in looks]
+        done, late = await asyncio.wait(working, timeout=_GONE_S)
+        for one in late:  # a process that hangs is a member until its lease is over
+            one.cancel()
+        for one in done:
+            one.result()
+
+    async def _wait_told(self, joiner: TaskName) -> None:
+        """Waits until a task that a registrar asks when it begins knows who joined."""
+        arrangement = self._context.arrangement
+        apart = {self._context.task, joiner}
+        described = arrangement.members.keys() & self._context.described
+        others = described - apart
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_TOLD_S):
+                while others and not any(
+                    self._known_numbers.get(task, 0) >= arrangement.number
+                    for task in others
+                ):
+                    hears = self._hears
+                    await hears.wait()
 
     async def _learn(self) -> None:
         """Learns once from the others who has joined before this registrar began."""
@@ -255,8 +288,11 @@ class Registrar:
         await asyncio.shield(self._learning)
 
     async def _ask_all(self) -> None:
-        others = [t for t in self._context.addresses if t != self._context.task]
-        await asyncio.gather(*map(self.exchange, others))
+        asked = {self._context.task}
+        # Those who joined may know of others.
+        while others := [t for t in self._context.addresses if t not in asked]:
+            asked.update(others)
+            await asyncio.gather(*map(self.exchange, others))
         self._begin()
 
     def _begin(self) -> None:
@@ -369,6 +405,9 @@ class Registrar:
             return None
         self._handle(Answered(task, member.incarnation))
         self._context.arrange(arrangement_in(members))
+        self._known_numbers[task] = members.arrangement
+        hears, self._hears = self._hears, asyncio.Event()
+        hears.set()
         return True
 
 

@@ -1,16 +1,26 @@
 """Processes join a cluster that is up, and leave it, and all tasks know of it."""
 
+import asyncio
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jgraph.client.cluster import connect
 from jgraph.client.wait_for_tasks import view_of
+from jgraph.clock import SystemClock
 from jgraph.cluster import event_loop
-from jgraph.coordination.liveness.members import Gone
+from jgraph.coordination.liveness.members import (
+    Arrangement,
+    Gone,
+    Knocked,
+    Member,
+    Served,
+)
 from jgraph.errors import FencedError, RescaleError, TokenError, VersionError
 from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -156,16 +166,74 @@ def test_one_with_the_token_of_another_cluster_does_not_join(
         join_cluster(here.servers[0].target, "worker", token_file=token.path)
 
 
+@pytest.fixture
+def slow_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a registrar tells others takes a while, as over a busy link."""
+    look = registrar.Registrar._look
+
+    async def slow(self: registrar.Registrar, task: TaskName, member: Member) -> Any:
+        await asyncio.sleep(0.3)
+        return await look(self, task, member)
+
+    monkeypatch.setattr(registrar.Registrar, "_look", slow)
+
+
+@pytest.mark.usefixtures("slow_words")
 def test_a_registrar_that_was_started_again_learns_who_joined(
     here: Servers, stack: ExitStack
 ) -> None:
     worker = joined(here, stack)
-    wait_until(lambda: number(here.server("/job:worker/task:0")) == 1)
+    # At once: who joined was not answered before another task knew of it.
+    assert number(here.server("/job:worker/task:0")) == 1
     here.start_again(PS)
     assert number(here.server(PS)) == 0
     assert joined(here, stack).task == WORKER2
     assert WORKER1 in known(here.server(PS))
     wait_until(lambda: number(worker) == 2)
+
+
+@pytest.mark.usefixtures("slow_words")
+def test_a_registrar_that_was_started_again_asks_those_of_whom_it_hears(
+    here: Servers, stack: ExitStack
+) -> None:
+    worker = joined(here, stack)
+    assert worker._server is not None
+    context = worker._server.context
+    # As if the registrar had died when it had told one task that another one joined.
+    newer = Arrangement(
+        2, {**context.arrangement.members, WORKER2: Member("127.0.0.1:1", 7)}
+    )
+
+    async def hear() -> None:
+        assert context.arrange(newer)
+
+    event_loop.run(hear())
+    assert number(here.server("/job:worker/task:0")) == 1
+    here.start_again(PS)
+    joined(here, stack)
+    wait_until(lambda: number(here.server(PS)) >= 3)  # 2 is not given again
+
+
+def test_a_member_that_hangs_keeps_nobody_waiting(
+    here: Servers, stack: ExitStack
+) -> None:
+    ps = here.server(PS)._server
+    assert ps is not None
+    silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    address = f"127.0.0.1:{silent.getsockname()[1]}"
+    registrar = ps.master.registrar
+
+    async def hang() -> None:
+        await registrar._learn()
+        assert registrar._handle(Knocked("worker", 7)) == WORKER1
+        registrar._handle(Served(WORKER1, 7, address))
+
+    event_loop.run(hang())
+    began = SystemClock()
+    since_s = began.now()
+    assert joined(here, stack).task == WORKER2
+    assert began.now() - since_s < 2.8  # a look at it takes 3 s
+    assert WORKER1 in known(here.server(PS))  # until its lease is over
 
 
 def test_a_status_tells_a_task_that_was_started_again(
