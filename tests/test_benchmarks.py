@@ -32,6 +32,7 @@ from benchmarks import (
     pipeline,
     rows,
     scale,
+    secure_sum,
     selection,
     serving,
     session,
@@ -491,3 +492,10 @@ def test_a_dashboard_is_measured_by_what_it_holds(bench: Bench) -> None:
     assert (line["facts"], line["tasks"]) == (120, 4)
     assert line["board_mb"] >= line["halfway_mb"] >= 0
     assert line["fact_us"] > 0
+
+
+def test_a_secure_sum_is_exact(bench: Bench) -> None:
+    lines = bench(secure_sum.main, "--members 12 --nbytes 4000 --rounds 2")
+    assert [line["in the sum"] for line in lines] == [11, 11]
+    assert all(line["exact"] for line in lines)
+    assert lines[0]["member_s"] > 0

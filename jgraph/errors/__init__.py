@@ -68,6 +68,7 @@
     │   ├── MalformedMessageError     JG-401  bytes that are not a message of ours
     │   ├── MessageTooLargeError      JG-402  a message over the limit
     │   ├── UnknownMethodError        JG-403  a call that this server does not have
+    │   ├── SecureSumError            JG-404  a secure sum that is refused, or void
     │   ├── InvalidProgramError       JG-203  program bytes that do not match or parse
     │   ├── ForbiddenProgramError     JG-204  a program that may not run here
     │   └── PlatformError             JG-205  exported for another kind of device

@@ -75,3 +75,16 @@ class PlatformError(ProtocolError):
     """
 
     code = "JG-205"
+
+
+class SecureSumError(ProtocolError):
+    """A secure sum that is refused, or that has no result.
+
+    A member was asked for what would tell its values, or for another round; or a share
+    or key that came is not the one that was sent; or too few members were left.
+
+    What to do: if too few were left, look why members go away, and make the round
+    again. Else who sums, or what lies between, is wrong or not to be trusted.
+    """
+
+    code = "JG-404"

@@ -1,0 +1,1 @@
+"""Secure sums: who takes part in a round, and which shares may be told."""
