@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,6 +24,7 @@ from jgraph.errors import (
     RowIdError,
     TaskLostError,
 )
+from jgraph.runtime.files.step_files import steps_in
 from jgraph.serving._pb import inference_pb2 as pb
 from jgraph.train.live.live_model import LiveModel
 from tests.support.servers import Servers
@@ -288,3 +291,73 @@ def test_answers_go_on_without_a_ps_and_are_of_now_when_it_is_back(lost: Lost) -
             live.refresh()
             assert live.freshness().lost == ()
             assert live.predict(known)["score"].tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.nightly
+@pytest.mark.procs
+@pytest.mark.timeout(300)
+def test_answers_go_on_while_a_run_loses_a_ps_and_goes_back_to_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    known, runs, over = batch(3), list[Any](), threading.Event()
+    users = "params/user/embedding"
+
+    def stop(run: Any, report: Any) -> None:
+        if over.is_set():
+            run.stop()
+
+    def fit(trainer: jg.Trainer) -> None:
+        saved = jg.Checkpoints(tmp_path / "saved", every=50)
+        options: dict[str, Any] = {"checkpoint": saved, "callbacks": [stop]}
+        data, steps = batch(512), 10**6
+        runs.append(
+            trainer.fit(data, steps=steps, batch_size=32, progress=False, **options)
+        )
+
+    def until(holds: Callable[[], bool]) -> None:
+        for _ in range(1200):
+            if holds():
+                return
+            threading.Event().wait(0.05)
+        raise AssertionError("it did not come in a minute")
+
+    refused = 0
+
+    def is_back(stale: LiveModel, strict: LiveModel) -> bool:
+        nonlocal refused
+        assert np.isfinite(stale.predict(known)["score"]).all()
+        try:
+            strict.predict(known)
+        except TaskLostError:
+            refused += 1
+            return False
+        return refused > 0
+
+    with jg.LocalCluster(ps=2, workers=1, restarts=3) as cluster:
+        trainer = trained(cluster)
+        step = trainer._parts.build()[0]
+        place = next(v for v in step.variables if v.name == users)
+        ps = str(place.device.task_name)
+        often: dict[str, Any] = {"refresh_s": 0.1, "max_share": 1.0}
+        with (
+            served(trainer, **often) as stale,
+            served(trainer, **often, on_loss="error") as strict,
+        ):
+            stale.predict(known)
+            training = threading.Thread(target=fit, args=(trainer,))
+            training.start()
+            try:
+                until(lambda: bool(steps_in(tmp_path / "saved")))
+                cluster.kill(ps)
+                until(lambda: is_back(stale, strict))
+                began = stale.freshness().step
+                until(lambda: stale.freshness().step > began)
+            finally:
+                over.set()
+                training.join(60)
+            stale.refresh()
+            assert stale.freshness().lost == ()
+            answers = stale.predict(known)["score"]
+        (run,) = runs
+        assert [list(one.lost) for one in run.recoveries()] == [[ps]]
+        np.testing.assert_allclose(answers, run.model()(known), rtol=1e-4, atol=1e-5)
