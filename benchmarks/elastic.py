@@ -6,6 +6,10 @@ A model of 3 MB with SGD trains on real processes. One JSON line each:
   longest pause between two updates of worker 0 meanwhile, and its longest before.
 - ``leaves``: how long ``scale`` takes to let a worker leave, and the batches that were
   done again for that.
+- ``moves``: 2 to 3 to 2 parameter servers, while a table of ``--mb`` with its optimizer
+  state trains by rows: the longest pause between two updates of worker 0 (median and
+  longest of all rescales), what it is made of, the bytes that moved, of all, and the
+  rate of updates while programs are prepared over the rate before.
 - ``changes``: joins and leaves in simulated runs whose workers, ps and masters are
   killed, frozen and cut off meanwhile, and in how many of these runs a batch was lost,
   or came twice and was not told of, by what each ps has applied.
@@ -17,7 +21,7 @@ A model of 3 MB with SGD trains on real processes. One JSON line each:
 - ``cost``: steps per second of a run with ``elastic=`` over those of one without,
   while nobody joins or leaves; in alternating rounds.
 
-``--rows`` prints them as rows of a table, and which rows are not there.
+``--rows`` prints them as rows of a table.
 """
 
 import logging
@@ -41,9 +45,10 @@ from tests.support.simulation.member_runs import simulated
 STRATEGIES = {"async": jg.AsyncPS, "sync": jg.SyncPS}
 ELASTIC = jg.Elastic(workers=(1, 8))
 WAIT_S = 60.0
-ROWS = (1, 2, 4, 5, 6, 7)
-"""Numbers of the rows: a worker joins, leaves, what is lost, unequal workers, a policy,
-what elasticity costs."""
+ROWS = (1, 2, 3, 4, 5, 6, 7)
+"""Numbers of the rows: a worker joins, leaves, ps come and go, what is lost, unequal
+workers, a policy, what elasticity costs."""
+WIDTH, LOOKUPS = 64, 8
 BATCH, EXAMPLE_S, UPDATES = 128, 0.002, 40
 GRID, COMPUTE_S, WINDOW_S = (1, 2, 4, 6, 8), 0.2, 4.0
 CHANGES = 200
@@ -135,6 +140,72 @@ def members(strategy: str) -> tuple[dict[str, float], dict[str, float]]:
         leaves = {"leaves_s": left_s, "repeated": float(run.repeated())}
         trainer.close()
     return joins, leaves
+
+
+class Table(nnx.Module):
+    """A table, of which a batch uses some rows, and a layer."""
+
+    def __init__(self, rows: int) -> None:
+        rngs = nnx.Rngs(0)
+        self.table = nnx.Embed(rows, WIDTH, rngs=rngs)
+        self.out = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+    def __call__(self, ids: Any) -> Any:
+        return self.out(self.table(ids).mean(1))
+
+
+def moves(strategy: str, mb: int, rounds: int) -> dict[str, float]:
+    """Lets a ps join a run and leave it, with so much state; returns what it costs."""
+    rows = mb * 10**6 // (2 * 4 * WIDTH)  # with adagrad's sums
+    ids = np.random.default_rng(0).integers(0, rows, (4096, LOOKUPS), np.int32)
+    elastic = jg.Elastic(ps=(2, 3))
+    pauses, ratios = [], []
+    with jg.LocalCluster(ps=2, workers=2, elastic=True) as cluster:
+        trainer = jg.Trainer(
+            Table(rows),
+            loss,
+            optax.adagrad(0.1),
+            cluster=cluster,
+            strategy=STRATEGIES[strategy](elastic=elastic),
+            sparse="lazy",
+        )
+        run = trainer.fit(ids, steps=10**7, batch_size=32, block=False, progress=False)
+        wait_until(lambda: run.steps > 200)
+        for ps in (3, 2) * rounds:
+            time.sleep(2.0)
+            first, began_s = run.steps, seconds_of(run)[-1]
+            cluster.scale(ps=ps, timeout_s=WAIT_S)
+            time.sleep(1.0)
+            seconds = seconds_of(run)
+            since = seconds[seconds >= began_s]
+            gaps = np.diff(since)
+            at = int(gaps.argmax())
+            pauses.append(float(gaps[at]))
+            before = seconds[(seconds >= began_s - 2.0) & (seconds < began_s)]
+            meanwhile = at / max(since[at] - began_s, 1e-9)
+            ratios.append(meanwhile / max(len(before) / 2.0, 1e-9))
+            assert run.steps > first
+        rescales = run.rescales()
+        run.stop()
+        run.wait(60)
+        repeated = run.repeated()
+        trainer.close()
+    return {
+        "pause_s": round(statistics.median(pauses), 3),
+        "longest_pause_s": round(max(pauses), 3),
+        "at_rest_s": round(statistics.median(r.paused_s for r in rescales), 3),
+        "took_s": round(statistics.median(r.took_s for r in rescales), 2),
+        "mb_moved": round(statistics.median(r.nbytes for r in rescales) / 1e6, 1),
+        "of_bytes": round(max(r.nbytes for r in rescales) / (mb * 1e6), 3),
+        "rate_meanwhile": round(statistics.median(ratios), 2),
+        "repeated": float(repeated),
+    }
+
+
+def seconds_of(run: Any) -> Any:
+    """When worker 0 made its updates, in seconds of the run."""
+    told = run.metrics("loss")
+    return np.sort(told["seconds"][told["replica"] == 0])
 
 
 def changes(least: int) -> dict[str, float]:
@@ -286,13 +357,20 @@ def main() -> None:
     parser.add_argument("--strategy", choices=[*STRATEGIES], default="async")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--mb", type=int, default=1000, help="state of `moves`")
+    parser.add_argument("--only", choices=["moves"], help="this case alone")
     parser.add_argument("--rows", action="store_true", help="rows of a table")
     a = parser.parse_args()
+    if a.only == "moves":
+        case = moves(a.strategy, a.mb, a.rounds)
+        measure.emit("elastic", case=a.only, strategy=a.strategy, mb=a.mb, **case)
+        return
     pairs = [members(a.strategy) for _ in range(a.rounds)]
     cases: dict[str, dict[str, float]] = {}
     for name, found in zip(("joins", "leaves"), zip(*pairs, strict=True), strict=True):
         median = {k: statistics.median(one[k] for one in found) for k in found[0]}
         cases[name] = {k: round(value, 3) for k, value in median.items()}
+    cases["moves"] = moves(a.strategy, a.mb, a.rounds)
     cases["changes"] = changes(CHANGES)
     cases["unequal"] = unequal(a.rounds)
     cases["policy"] = policy()
@@ -309,11 +387,6 @@ def main() -> None:
             measure.emit_row(number, value, unit, case=name, **about, **case)
         else:
             measure.emit("elastic", case=name, **about, **case)
-    if a.rows:
-        print(
-            "row 3 is of parameter servers that join, which is not measured here",
-            file=sys.stderr,
-        )
 
 
 if __name__ == "__main__":

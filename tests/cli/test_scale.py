@@ -57,6 +57,10 @@ def test_a_cluster_of_this_machine_has_more_workers_and_fewer(
     assert workers(jgraph, target, "--workers", "-1") == ["0", "1"]
     assert ended(more) == 0
     assert workers(jgraph, "--workers", "1") == ["0"]
+    moved = jgraph("scale", "--ps", "2", "--json", "--timeout", "90")
+    assert json.loads(moved.stdout)["ps"] == ["/job:ps/task:0", "/job:ps/task:1"]
+    moved = jgraph("scale", "--ps", "-1", "--timeout", "90")
+    assert moved.stdout.startswith("1 ps after"), moved.stderr
     refused = jgraph("scale", target, "--workers", "3")
     assert refused.returncode == 1
     assert refused.stderr.startswith("JG-144")
