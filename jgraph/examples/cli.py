@@ -142,6 +142,20 @@ def inception(
     run_example("inception", train, ps, workers, steps, seed, as_json=as_json)
 
 
+@app.command()
+def federated(
+    ps: Annotated[int, typer.Option(min=1, help="Parameter servers.")] = 1,
+    workers: Annotated[int, typer.Option(help="Workers: ten, a client each.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Rounds of each way.")] = 100,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Digits on ten clients with two digits each: by FedAvg, and as DiLoCo does."""
+    from jgraph.examples.federated import run
+
+    run_example("federated", run, ps, workers, steps, seed, as_json=as_json)
+
+
 def run_example(
     name: str,
     example: "Example",

@@ -227,6 +227,9 @@ class TrainStep:
         if self.compression is not None:
             variables += self.compression.residuals
             notes.append(self.compression.note)
+        if self.local is not None:
+            variables += self.local.variables
+            notes.append(self.local.note)
         graph, _ = trace(train_step, *feeds, variables=variables)
         warn_of_same_draws(graph)
         return replace(graph, notes=tuple(notes))
@@ -363,7 +366,7 @@ class TrainStep:
             grads = self.private.mean(grads, entropy, self.private.expected(batch))
         self.update(
             *(loss, grads, state, checks, constants, by_rows, rows),
-            loss_of=result.loss_of,
+            loss_of=None if self.local is not None else result.loss_of,
             number=step if self._alone else None,
         )
         return {"loss": loss, **result.metrics, **checks}

@@ -15,7 +15,7 @@ from jgraph.train.privacy.options import Privacy, check_privacy
 from jgraph.train.state.durability import Durability
 from jgraph.train.step.compress import GradientDtype
 from jgraph.train.step.local_steps import INNER_STATES, InnerState, LocalRule
-from jgraph.train.strategies.options import Dense, SyncPS, check_private
+from jgraph.train.strategies.options import AsyncPS, Dense, SyncPS, check_private
 from jgraph.view import markup
 
 StepWeight: TypeAlias = Literal["steps", "equal"]
@@ -54,6 +54,11 @@ class LocalSGD:
         ``"keep"``: the worker goes on with it; it begins anew in each ``fit``.
         ``"average"``: all go on with the mean, which travels, and is saved as the state
         of ``outer`` is. ``"reset"``: it begins anew.
+      max_staleness: rounds are asynchronous: what a worker contributes is applied at
+        once by ``outer``, and nobody waits for all. No contribution has more than so
+        many updates since its worker read the parameters: one that would run ahead
+        waits, as with ``AsyncPS``. As an update is of one worker, ``outer`` needs a
+        rate that is smaller, ``optax.sgd(0.5)``. If unset, an update is of all workers.
       backup_workers: how many workers a round does not wait for.
       step_timeout_s: limit for one round, in seconds.
       variable_partitioner: as for ``SyncPS``.
@@ -77,6 +82,7 @@ class LocalSGD:
     sync_every_s: float | None = None
     weight: StepWeight = "steps"
     inner_state: InnerState = "keep"
+    max_staleness: int | None = None
     backup_workers: int = 0
     step_timeout_s: float = 600.0
     variable_partitioner: Partitioner | None = None
@@ -103,6 +109,30 @@ class LocalSGD:
             check_one_of(name, value, known)
         _ = self.rounds  # refuses what a SyncPS does
         self._check_privacy()
+        self._check_staleness()
+
+    def _check_staleness(self) -> None:
+        if self.max_staleness is None:
+            return
+        if not is_count(self.max_staleness, 0):
+            raise ConfigError(
+                f"max_staleness is {self.max_staleness!r:.60}; give how many updates a "
+                "worker may be behind, 0 or more, or leave it out to wait for all"
+            )
+        as_ints(self, "max_staleness")
+        for name, is_set in [
+            ("sync_every_s", self.sync_every_s is not None),
+            ("inner_state='average'", self.inner_state == "average"),
+            ("backup_workers", self.backup_workers > 0),
+            ("dense", self.dense != "ps"),
+            ("privacy", self.privacy is not None),
+        ]:
+            if is_set:
+                raise ConfigError(
+                    f"LocalSGD(max_staleness={self.max_staleness}) applies what each "
+                    f"worker contributes alone, and {name} is of contributions of all; "
+                    "leave out one of them"
+                )
 
     def _check_privacy(self) -> None:
         check_privacy(self.privacy, "LocalSGD", "client")
@@ -147,6 +177,21 @@ class LocalSGD:
             gradient_dtype=self.gradient_dtype,
             durability=self.durability,
             dense=self.dense,
+        )
+
+    @property
+    def apart(self) -> AsyncPS | None:
+        """How rounds are applied where each is of one worker; None: of all."""
+        if self.max_staleness is None:
+            return None
+        return AsyncPS(
+            step_timeout_s=self.step_timeout_s,
+            max_staleness=self.max_staleness,
+            variable_partitioner=self.variable_partitioner,
+            partition_strategy=self.partition_strategy,
+            placement=self.placement,
+            gradient_dtype=self.gradient_dtype,
+            durability=self.durability,
         )
 
     def rule(self, tx: Optimizer) -> LocalRule:

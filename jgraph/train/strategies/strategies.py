@@ -121,6 +121,8 @@ def elastic_of(strategy: Strategy) -> Elastic | None:
 
 def together_of(strategy: Strategy) -> SyncPS | None:
     """Returns how workers contribute to an update together; None: they do not."""
+    if isinstance(strategy, LocalSGD) and strategy.apart is not None:
+        return None
     if isinstance(strategy, LocalSGD | Federated):
         return strategy.rounds
     return strategy if isinstance(strategy, SyncPS) else None
@@ -253,8 +255,9 @@ def make_runner(
         if isinstance(strategy, Federated):
             rule = strategy.invitations(seed, len(cluster.tasks("worker")))
         return SyncRunner(step, cluster, together, pace_s or 0.0, rule)
-    assert isinstance(strategy, AsyncPS)  # the others are in step
-    return AsyncRunner(step, cluster, strategy)
+    alone = strategy.apart if isinstance(strategy, LocalSGD) else strategy
+    assert isinstance(alone, AsyncPS)  # the others are in step
+    return AsyncRunner(step, cluster, alone)
 
 
 def batches_per_update(cluster: Cluster | None, strategy: Strategy) -> int:

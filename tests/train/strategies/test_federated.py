@@ -11,14 +11,15 @@ import optax
 import pytest
 from flax import nnx
 
-from jgraph.client.cluster import Cluster
+from jgraph.client.cluster import Cluster, connect
 from jgraph.coordination.data.slots import epoch_order
-from jgraph.errors import ConfigError, DataError
+from jgraph.errors import ConfigError, DataError, DeadlineError
+from jgraph.graph.ir import TaskName
 from jgraph.train.data.source import Source
 from jgraph.train.strategies.federated import Federated
 from jgraph.train.trainer import Trainer
 from tests.support.models import NnxMLP, cross_entropy, data
-from tests.support.servers import connected
+from tests.support.servers import Servers, connected
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -200,3 +201,59 @@ def test_what_cannot_be_is_refused_in_words(
     with pytest.raises(DataError, match="all clients need fields of the same names"):
         fit(there, source)
     there.close()
+
+
+@pytest.mark.row(11)
+def test_a_round_goes_on_without_a_client_that_is_late(
+    cluster: Cluster, source: Source
+) -> None:
+    strategy = Federated(min_clients=2, round_timeout_s=0.5)
+    there = trainer(cluster, strategy, optax.sgd(0.1))
+    there.plan(source, BATCH)
+    runner: Any = there._parts.build()[1]
+    runner.compute_wait_s = {2: 2.0}
+    run = fit(there, source)
+    slow = cluster.tasks("worker")[2]
+    first, *others = run.rounds()
+    assert (len(first.members), dict(first.dropped)) == (2, {slow: "late"})
+    assert first.wait_s > 0.2
+    # While it is busy it is drawn for no other.
+    assert [(len(r.members), dict(r.dropped)) for r in others] == [(2, {})] * 2
+    there.close()
+
+
+@pytest.mark.row(11)
+def test_with_too_few_clients_a_run_ends_and_says_who_did_not_come(
+    cluster: Cluster, source: Source
+) -> None:
+    strategy = Federated(min_clients=3, round_timeout_s=0.5)
+    there = trainer(cluster, strategy, optax.sgd(0.1))
+    there.plan(source, BATCH)
+    runner: Any = there._parts.build()[1]
+    runner.compute_wait_s = {2: 2.0}
+    with pytest.raises(DeadlineError, match=r"has 2 of 3 .* to come: /job:worker/ta"):
+        fit(there, source)
+    there.close()
+
+
+@pytest.mark.row(1)
+def test_rounds_go_on_without_a_client_that_is_lost(source: Source) -> None:
+    servers = Servers(ps=1, worker=3)
+    lost = TaskName("/job:worker/task:2")
+    with connect(servers.servers[0].target, timeout_s=20) as cluster:
+        there = trainer(cluster, Federated(min_clients=2), optax.sgd(0.1))
+
+        is_there = True
+
+        def lose(run: Any, report: Any) -> None:
+            nonlocal is_there
+            if is_there:
+                servers.lose(lost)
+            is_there = False
+
+        run = fit(there, source, steps=2000, callbacks=[lose])
+        assert (run.state, run.steps) == ("done", 2000)
+        assert {len(r.members) for r in run.rounds()} == {2, 3}
+        assert lost not in run.rounds()[-1].members
+        there.close()
+    servers.stop()

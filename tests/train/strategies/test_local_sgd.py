@@ -244,3 +244,46 @@ def test_what_cannot_be_is_refused_in_words(cluster: Cluster) -> None:
     there = trainer(cluster, LocalSGD(), optax.sgd(0.1), model=Keyed)
     with pytest.raises(ConfigError, match="params/table/rows is a hash table"):
         fit(there)
+
+
+def test_rounds_of_one_worker_each_are_applied_as_they_come() -> None:
+    """With one worker there is nobody to be behind."""
+    with connected(ps=1, worker=1) as cluster:
+        tx, outer = optax.adam(1e-2), NESTEROV
+        strategy = LocalSGD(sync_every=EVERY, outer=outer, max_staleness=0)
+        there = trainer(cluster, strategy, tx)
+        found = parameters(fit(there).model())
+        assert_close(found, by_hand(tx, outer, 1))
+        there.close()
+
+
+def test_no_contribution_is_older_than_the_bound(cluster: Cluster) -> None:
+    strategy = LocalSGD(sync_every=EVERY, outer=optax.sgd(0.5), max_staleness=1)
+    there = trainer(cluster, strategy, optax.sgd(0.1))
+    run = fit(there, steps=12)
+    assert (run.state, run.steps) == ("done", 12)
+    ages = {
+        age
+        for servers in run.staleness().values()
+        for updates in servers.values()
+        for age in updates
+    }
+    assert ages <= {0, 1}
+    assert f"{EVERY} steps of each worker's own optimizer" in str(there.plan())
+    there.close()
+
+
+@pytest.mark.bad_input_row(29)
+def test_what_is_of_contributions_of_all_is_refused_where_each_is_alone() -> None:
+    with pytest.raises(ConfigError, match="max_staleness is -1; give how many updates"):
+        LocalSGD(max_staleness=-1)
+    options: list[dict[str, Any]] = [
+        {"sync_every": 9, "sync_every_s": 1.0},
+        {"inner_state": "average"},
+        {"backup_workers": 1},
+        {"dense": "workers"},
+    ]
+    for each in options:
+        name = list(each)[-1]
+        with pytest.raises(ConfigError, match=f"contributes alone, and {name}"):
+            LocalSGD(max_staleness=2, **each)
