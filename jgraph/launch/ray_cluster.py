@@ -15,7 +15,7 @@ from jgraph.clock import Clock, SystemClock
 from jgraph.cluster import event_loop
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
-from jgraph.errors import ConfigError, StartError
+from jgraph.errors import ConfigError, RescaleError, StartError
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.device import TaskName
 from jgraph.launch.local.processes import START_S, check_counts, tasks_of
@@ -42,6 +42,8 @@ _ANSWER_S: Final = 10.0
 _WARN_S: Final = 2.0
 _GRACE_S: Final = 1.0
 _LOG_LINES: Final = 20
+_SPARES: Final = 64
+"""Certificates of a job for tasks that may join."""
 
 
 def needs_ray() -> Any:
@@ -91,10 +93,13 @@ class RayActors:
                 'resources={"worker": {"CPU": 4, "GPU": 1}}'
             )
         self._tasks = list(tasks)
-        self._asked = [dict(asked.get(_job_of(task), {"CPU": 1})) for task in tasks]
+        self._by_job = {job: dict(one) for job, one in asked.items()}
+        self._asked = [self._asks(task) for task in tasks]
         self._spread = spread
         self._name = f"jgraph-ray-{secrets.token_hex(6)}"
         self._group: Any = None
+        # Of tasks that join: a placement group each, which goes with it.
+        self._own_groups: dict[TaskName, Any] = {}
         self._actors: dict[TaskName, Any] = {}
         self._nodes: dict[TaskName, str] = {}
         self._ours = False
@@ -144,7 +149,7 @@ class RayActors:
         """
         actor_class = self._ray.remote(RayTask)
         for order in orders:
-            asked = dict(self._asked[self._tasks.index(order.task)])
+            asked = self._asks(order.task)
             self._actors[order.task] = actor_class.options(
                 name=f"{self._name}{order.task}",
                 num_cpus=asked.pop("CPU", 0),
@@ -154,9 +159,57 @@ class RayActors:
                 runtime_env={"env_vars": dict(environment)},
                 scheduling_strategy=self._bundle(order.task),
             ).remote(order)
-        asks = [actor.node.remote() for actor in self._actors.values()]
+        new_tasks = [order.task for order in orders]
+        asks = [self._actors[task].node.remote() for task in new_tasks]
         nodes = self._get(asks, timeout_s, "start the servers")
-        self._nodes = dict(zip(self._actors, nodes, strict=True))
+        self._nodes |= dict(zip(new_tasks, nodes, strict=True))
+
+    def add(
+        self,
+        orders: Sequence[RayOrder],
+        restarts: int,
+        environment: Mapping[str, str],
+        timeout_s: float,
+    ) -> None:
+        """Makes actors of tasks that join, and waits until they are members.
+
+        Raises:
+          StartError: Ray has not what they ask for, or one could not start; none of
+            them is left.
+        """
+        ray, tasks = self._ray, [order.task for order in orders]
+        for task in tasks:
+            self._own_groups[task] = ray.util.placement_group([self._asks(task)])
+        try:
+            for task in tasks:
+                self._wait_for_group(task, timeout_s)
+            self.start(orders, restarts, environment, timeout_s)
+        except BaseException:
+            for task in tasks:
+                self.forget(task)
+            raise
+
+    def _wait_for_group(self, task: TaskName, timeout_s: float) -> None:
+        if not self._own_groups[task].wait(timeout_s):
+            free = self._ray.available_resources().get("CPU", 0)
+            raise StartError(
+                f"Ray has not the resources that {task} asks for ({self._asks(task)}) "
+                f"after {timeout_s:g} s; {free:g} CPU are free: give nodes to Ray, or "
+                "ask for fewer tasks",
+                task=task,
+            )
+
+    def forget(self, task: TaskName) -> None:
+        """Ends the actor of a task that joined, and gives back what it had of Ray."""
+        if (actor := self._actors.pop(task, None)) is not None:
+            self._ray.kill(actor)
+        self._nodes.pop(task, None)
+        if (group := self._own_groups.pop(task, None)) is not None:
+            self._ray.util.remove_placement_group(group)
+
+    def knows(self, task: TaskName) -> bool:
+        """Whether there is, or was, an actor of a task."""
+        return task in self._actors
 
     def log_of(self, task: TaskName) -> str:
         """Returns the log of a task, below the temporary files of its host."""
@@ -214,8 +267,9 @@ class RayActors:
                 for task in self._actors
             ]
             self._get(asks, _ANSWER_S, "remove the logs")
-        if self._group is not None:
-            ray.util.remove_placement_group(self._group)
+        for group in (self._group, *self._own_groups.values()):
+            if group is not None:
+                ray.util.remove_placement_group(group)
         if self._ours:
             ray.shutdown()
 
@@ -224,9 +278,14 @@ class RayActors:
     def _bundle(self, task: TaskName) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        if (own := self._own_groups.get(task)) is not None:
+            return PlacementGroupSchedulingStrategy(own, placement_group_bundle_index=0)
         return PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=self._tasks.index(task)
         )
+
+    def _asks(self, task: TaskName) -> dict[str, float]:
+        return dict(self._by_job.get(_job_of(task), {"CPU": 1}))
 
     def _there(self, function: Any, task: TaskName) -> Any:
         """Returns a function of Ray that runs where a task is, and asks for nothing."""
@@ -326,13 +385,19 @@ class RayCluster(Cluster):
         check_counts(counts)
         check_restarts(restarts)
         tasks = tasks_of(counts)
+        more = {"worker": _SPARES, "ps": _SPARES if ps else 0}
+        with_spares = tasks_of({j: n + more.get(j, 0) for j, n in counts.items()})
+        self._spares = [task for task in with_spares if task not in tasks]
+        self._restarts, self._env = restarts, dict(env or {})
+        self._way: TransportChoice = transport
+        self._allow_sources = tuple(allow_sources)
         clock = clock or SystemClock()
         deadline = clock.now() + timeout_s
         self._actors = RayActors(tasks, resources or {}, spread=spread)
         self._secrets = tempfile.TemporaryDirectory(prefix="jgraph-secrets-")
         directory = Path(self._secrets.name)
         try:
-            make_certificates(directory, tasks)
+            make_certificates(directory, with_spares)
             spec = self._actors.reserve(timeout_s)
             orders = [
                 RayOrder(
@@ -373,6 +438,44 @@ class RayCluster(Cluster):
     def kill(self, task: str) -> None:
         """Kills a task's process, as a crash would; Ray makes it again."""
         self._actors.kill(self._known(task))
+
+    @property
+    def starts_workers(self) -> bool:
+        """See ``Cluster.starts_workers``."""
+        return True
+
+    def _start_tasks(self, job: str, count: int) -> None:
+        members, directory = set(self.tasks(job)), Path(self._secrets.name)
+        free = [
+            task
+            for task in self._spares
+            if _job_of(task) == job
+            and task not in members
+            and not self._actors.knows(task)
+        ]
+        if count > len(free):
+            raise RescaleError(
+                f"{count} more of job {job} cannot join: a jg.RayCluster has {_SPARES} "
+                f"certificates of a job for that, and {len(free)} are not in use"
+            )
+        orders = [
+            RayOrder(
+                task,
+                "",
+                _files(directory, task),
+                self._actors.log_of(task),
+                job == "ps",
+                self._way,
+                self._allow_sources,
+                joins=f"jgraphs://{self.address}",
+            )
+            for task in free[:count]
+        ]
+        self._actors.add(orders, self._restarts, self._env, START_S)
+
+    def _forget_tasks(self, tasks: Sequence[TaskName]) -> None:
+        for task in tasks:
+            self._actors.forget(task)
 
     @property
     def tls_directory(self) -> str:

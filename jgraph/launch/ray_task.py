@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import TransportChoice
@@ -37,6 +37,7 @@ class RayOrder:
       cpu_only: whether it leaves accelerators to others.
       transport: see ``Server``.
       allow_sources: see ``Server``.
+      joins: a cluster that is up, which it joins; ``cluster`` is empty then.
     """
 
     task: TaskName
@@ -46,6 +47,7 @@ class RayOrder:
     cpu_only: bool
     transport: TransportChoice
     allow_sources: Sequence[str]
+    joins: str = ""
 
 
 @final
@@ -92,9 +94,35 @@ def _serving(order: RayOrder) -> "Server":
     if order.cpu_only:
         jax.config.update("jax_platforms", "cpu")
     from jgraph.server.process_setup import set_up_process
-    from jgraph.server.server import Server
 
     set_up_process()
+    job, _, index = order.task.removeprefix("/job:").partition("/task:")
+    with tempfile.TemporaryDirectory(prefix="jgraph-") as directory:  # for us alone
+        for name, content in order.files.items():
+            path = Path(directory) / name
+            path.touch(0o600)
+            path.write_bytes(content)
+        # It has read them when it has started.
+        options: dict[str, Any] = {
+            "bind": own_host(),
+            "transport": order.transport,
+            "token_file": Path(directory) / NAME,
+            "allow_sources": order.allow_sources,
+        }
+        if order.joins:
+            from jgraph.server.members.joining import join_cluster
+
+            host, tls = own_host(), Path(directory)
+            return join_cluster(order.joins, job, host=host, tls=tls, **options)
+        return _described(order, job, int(index), directory, options)
+
+
+def _described(
+    order: RayOrder, job: str, index: int, directory: str, options: Mapping[str, Any]
+) -> "Server":
+    """Returns the server of a task that the cluster began with."""
+    from jgraph.server.server import Server
+
     spec = ClusterSpec.from_json(order.cluster)
     listed, here = spec.address(order.task).rpartition(":")[0], own_host()
     if listed != here:
@@ -103,23 +131,7 @@ def _serving(order: RayOrder) -> "Server":
             "task that loses its node cannot move: make the jg.RayCluster anew",
             task=order.task,
         )
-    job, _, index = order.task.removeprefix("/job:").partition("/task:")
-    with tempfile.TemporaryDirectory(prefix="jgraph-") as directory:  # for us alone
-        for name, content in order.files.items():
-            path = Path(directory) / name
-            path.touch(0o600)
-            path.write_bytes(content)
-        # It has read them when it has started.
-        return Server(
-            spec,
-            job,
-            int(index),
-            bind=here,
-            transport=order.transport,
-            tls=directory,
-            token_file=Path(directory) / NAME,
-            allow_sources=order.allow_sources,
-        )
+    return Server(spec, job, index, tls=directory, **options)
 
 
 def _log_to(name: str) -> None:

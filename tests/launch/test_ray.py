@@ -80,6 +80,25 @@ def test_a_run_goes_on_when_ray_has_made_its_ps_again(
 @pytest.mark.nightly
 @pytest.mark.procs
 @pytest.mark.timeout(240)
+def test_a_worker_joins_and_leaves_a_cluster_on_ray(directory: str) -> None:
+    with start(directory, "scale") as process:
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    found: dict[str, Any] = {}
+    for line in out.splitlines():
+        found |= json.loads(line)
+    workers = ["/job:worker/task:0", "/job:worker/task:1"]
+    assert found["grown"] == found["again"] == workers
+    assert found["free"] == 0.5
+    assert found["shrunk"] == workers[:1]
+    states = dict(found["members"])
+    assert states == {workers[0]: "takes part", workers[1]: "left"}
+    assert found["state"] == "stopped"
+
+
+@pytest.mark.nightly
+@pytest.mark.procs
+@pytest.mark.timeout(240)
 def test_a_task_whose_node_is_lost_is_not_waited_for(directory: str) -> None:
     with start(directory, "node") as process:
         out, err = process.communicate()

@@ -17,6 +17,7 @@ from flax import nnx
 
 import jgraph as jg
 from jgraph.runtime.files.step_files import steps_in
+from tests.support.waiting import wait_until
 
 PS = "/job:ps/task:0"
 
@@ -108,6 +109,35 @@ def lose_a_node(directory: str) -> None:
     nodes.shutdown()
 
 
+def scale() -> None:
+    """Trains while a worker joins, and leaves."""
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+
+    def loss(model: nnx.Linear, batch: Any) -> Any:
+        return jnp.mean((model(batch) - 3) ** 2)
+
+    few = {"CPU": 0.5}
+    with jg.RayCluster(
+        ps=1, workers=1, resources={"ps": few, "worker": few}
+    ) as cluster:
+        strategy = jg.AsyncPS(elastic=jg.Elastic(workers=(1, 3)))
+        trainer = jg.Trainer(
+            model, loss, optax.sgd(0.01), cluster=cluster, strategy=strategy
+        )
+        x = np.ones((512, 2), np.float32)
+        run = trainer.fit(x, steps=10**6, block=False, progress=False)
+        wait_until(lambda: run.steps > 10, 60)
+        tell(grown=cluster.scale(workers=2, timeout_s=120))
+        tell(pid=cluster.pid("/job:worker/task:1"))
+        tell(free=ray.available_resources().get("CPU", 0))
+        wait_until(lambda: len(run.members()) == 2, 60)
+        tell(shrunk=cluster.scale(workers=1, timeout_s=120))
+        tell(members=[[m.task, m.state] for m in run.members()])
+        run.stop()
+        run.wait(60)
+        tell(again=cluster.scale(workers="+1", timeout_s=120), state=run.state)
+
+
 def main() -> None:
     if sys.argv[2:] == ["node"]:
         lose_a_node(sys.argv[1])
@@ -119,6 +149,9 @@ def main() -> None:
         configure_logging=False,
         _temp_dir=sys.argv[1],
     )
+    if sys.argv[2:] == ["scale"]:
+        scale()
+        return
     if sys.argv[2:]:
         fit(sys.argv[2])
         return

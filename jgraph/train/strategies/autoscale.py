@@ -34,7 +34,7 @@ class AutoScale:
     is an event, with the numbers that it was decided by: ``cluster.events()``.
 
     It runs in the process that began the run, which must be able to start workers:
-    that of ``jg.LocalCluster(elastic=True)``.
+    that of ``jg.LocalCluster(elastic=True)`` or ``jg.RayCluster``.
 
     Args:
       window_s: how long the run is measured between two decisions, in seconds.
