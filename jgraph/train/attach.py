@@ -89,6 +89,8 @@ def _adopt(cluster: Cluster, info: RunInfo, clock: Clock, state: RemoteState) ->
     """
     polling, is_told = Polling(_POLL_S, WAIT_S, clock), False
     while True:
+        if info.ps and len(state.step.arrangement.ps) != info.ps:
+            state.move_to(info.ps)
         try:
             state.adopt(position_of(cluster, info))
         except (ClusterUnreachableError, TaskLostError, UninitializedError) as error:

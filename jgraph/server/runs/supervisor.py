@@ -234,7 +234,7 @@ class RunSupervisor:
     def _is_held(self) -> bool:
         """Whether a ps that is told to end waits for the run."""
         has_state = self.saving.source() is not None or self.copies.is_kept
-        return has_state or self.client is not None
+        return has_state or self.client is not None or self.rescaler.is_elastic
 
     def position(self) -> dict[str, Any]:
         """Returns where in its data the run is.

@@ -216,11 +216,11 @@ class RemoteRuns:
         elastic, cluster = self._elastic, self._state.cluster
         if elastic is None or elastic.ps is None:
             return
-        if order.lease_s is None:
+        if order.lease_s is None and order.checkpoint is not None:
             raise ConfigError(
-                f"fit(detached=True) with jg.Elastic(ps={elastic.ps}): the client is "
-                "asked to look for its variables elsewhere; leave out detached=True, "
-                "or ps="
+                f"fit(detached=True, checkpoint=…) with jg.Elastic(ps={elastic.ps}): "
+                "the master saves a run that is detached, and copies its variables "
+                "where they were at the beginning; leave out one of the three"
             )
         if cluster.tasks("evaluator"):
             raise ConfigError(
