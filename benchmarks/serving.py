@@ -2,7 +2,8 @@
 
 Server and callers are processes of their own; callers ask again as soon as they are
 answered. What is compared takes turns. ``--rows``: the rows of the table of figures
-that there are: requests of an empty model against an echo of the same bytes (1), rows
+that there are: requests of an empty model against an echo of the same bytes (1), CPU
+of the server beside mlserver's where that is installed (2, see ``serving_peer``), rows
 computed together against one by one on a model of 1 ms and on a small one (3), p99 and
 failed requests while versions come, against before (4), seconds from the commit of a
 version of 100 MB to its first answer (5), answers from parameters in training (6 and 7,
@@ -27,7 +28,7 @@ import numpy as np
 import psutil
 
 import jgraph as jg
-from benchmarks import measure, serving_live
+from benchmarks import measure, serving_live, serving_peer
 from benchmarks.peer_process import ROOT
 from jgraph.serving._pb import inference_pb2 as pb
 
@@ -54,9 +55,14 @@ def main(args: Sequence[str] | None = None) -> None:
         rolled = swap(models / "swap", a)
         loaded_s = large(models / "large", a)
         live = serving_live.live(a)
+        peer: dict[str, float] = {}
+        if serving_peer.PROGRAM.exists():
+            peer = serving_peer.beside(Path(directory) / "beside", a.seconds, a.rounds)
     if not a.rows:
         return
     measure.emit_row(1, rates["noop"], "x")
+    if peer:
+        measure.emit_row(2, [peer["grpc"], peer["rest"]], "x")
     measure.emit_row(3, rates["batched"], "x")
     measure.emit_row(4, [rolled["p99_ratio"], rolled["failed"]], "x, requests")
     measure.emit_row(5, loaded_s, "s")
