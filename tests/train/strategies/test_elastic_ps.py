@@ -285,3 +285,23 @@ def test_a_run_has_as_many_ps_as_it_may_have(cluster: Cluster) -> None:
     run.stop()
     run.wait(30)
     there.close()
+
+
+def test_workers_that_share_a_batch_go_on_while_ps_join_and_leave(
+    cluster: Cluster,
+) -> None:
+    tx = optax.sgd(0.01)
+    kept = jg.Elastic(workers=(1, 4), ps=(1, 2), batch="global")
+    strategy = jg.SyncPS(elastic=kept, batch_share="measured")
+    there = Trainer(Model(), loss, tx, cluster=cluster, strategy=strategy)
+    run = begun(cluster, there, DATA, EXAMPLES // 2)
+    rescaled = Rescaled(cluster, run)
+    for ps in (2, 1):
+        rescaled.to(ps)
+    rescaled.end()
+    ours = jax.tree.leaves(nnx.state(run.model()))
+    theirs = jax.tree.leaves(plain(run.steps, tx))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    there.close()
+    rescaled.stop()
