@@ -33,8 +33,8 @@ class Privacy:
     ``unit="example"`` (for ``Local`` and ``SyncPS``) is DP-SGD. Each update is of a
     Poisson sample: every example is in it with the same probability, so that
     ``batch_size`` is what a worker draws on average. ``unit="client"`` (for
-    ``LocalSGD``): what a worker contributes to a round is a unit, whatever data it has,
-    and all workers take part in each round.
+    ``LocalSGD`` and ``Federated``): what a worker contributes to a round is a unit,
+    whatever data it has, and each round counts for all workers.
 
     Noise and samples are drawn by the operating system's generator and never from
     ``seed=``: whoever knows a seed could take the noise away. So no two runs are alike.
@@ -153,6 +153,6 @@ def check_privacy(privacy: object, strategy: str, unit: Unit) -> None:
             f"{strategy} hides the part of one {unit}, and jg.Privacy(unit="
             f"{privacy.unit!r}) asks for that of one {privacy.unit}; write unit="
             f"{unit!r}, or train with "
-            f"{'jg.LocalSGD' if privacy.unit == 'client' else 'jg.SyncPS'}"
+            f"{'jg.Federated' if privacy.unit == 'client' else 'jg.SyncPS'}"
         )
     check_accountant()

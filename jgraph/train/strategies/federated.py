@@ -12,12 +12,17 @@ from jgraph.graph.sharding import Partitioner
 from jgraph.plan.placement.spread import PlacementFunction
 from jgraph.train.counts import as_ints, is_count, is_duration
 from jgraph.train.model.optimizer import Optimizer
+from jgraph.train.privacy.options import Privacy, check_privacy
 from jgraph.train.state.durability import Durability
 from jgraph.train.step.compress import GradientDtype
 from jgraph.train.step.local_steps import INNER_STATES, InnerState, LocalRule
 from jgraph.train.strategies.elastic import Elastic
-from jgraph.train.strategies.local_sgd import check_one_of, check_outer
-from jgraph.train.strategies.options import SyncPS
+from jgraph.train.strategies.local_sgd import (
+    check_one_of,
+    check_outer,
+    check_own_state,
+)
+from jgraph.train.strategies.options import SyncPS, check_private
 from jgraph.view import markup
 
 ClientWeight: TypeAlias = Literal["examples", "equal"]
@@ -66,6 +71,9 @@ class Federated:
       durability: what a run still has when a ps is lost, as for ``SyncPS``.
       elastic: lets clients join and leave between two rounds, as for ``SyncPS``. One
         that joins with more data than any had trains on as much as those.
+      privacy: ``Privacy(unit="client", …)`` hides what each client contributes, and so
+        its data as a whole; needs ``weight="equal"``. Each round counts for each
+        client: who is drawn is no secret.
 
     Raises:
       ConfigError: an option outside what is possible.
@@ -93,6 +101,7 @@ class Federated:
     gradient_dtype: GradientDtype | None = None
     durability: Durability = "checkpoint"
     elastic: Elastic | None = None
+    privacy: Privacy | None = None
 
     def __post_init__(self) -> None:
         for name, what in [
@@ -123,6 +132,20 @@ class Federated:
         check_one_of("weight", self.weight, CLIENT_WEIGHTS)
         check_one_of("inner_state", self.inner_state, INNER_STATES)
         _ = self.rounds  # refuses what a SyncPS does
+        self._check_privacy()
+
+    def _check_privacy(self) -> None:
+        check_privacy(self.privacy, "Federated", "client")
+        if self.privacy is None:
+            return
+        check_private(self.rounds, "Federated")
+        if self.weight != "equal":
+            raise ConfigError(
+                "Federated(privacy=…) with weight='examples': what a client adds, and "
+                "how much it counts, would hang on how many examples it has; write "
+                "weight='equal'"
+            )
+        check_own_state(self.inner_state, "Federated")
 
     @property
     def rounds(self) -> SyncPS:

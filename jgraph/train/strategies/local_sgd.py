@@ -139,11 +139,7 @@ class LocalSGD:
         if self.privacy is None:
             return
         check_private(self.rounds, "LocalSGD")
-        if self.inner_state == "average":
-            raise ConfigError(
-                "LocalSGD(privacy=…) with inner_state='average': the state of the "
-                "workers' optimizers would travel without noise; leave out inner_state="
-            )
+        check_own_state(self.inner_state, "LocalSGD")
         if self.sync_every_s is not None and self.weight != "equal":
             raise ConfigError(
                 "LocalSGD(privacy=…) with sync_every_s= and weight='steps': how much a "
@@ -223,6 +219,19 @@ def check_outer(outer: object) -> None:
         raise ConfigError(
             f"outer is {outer!r:.60}; give an optax optimizer, for example "
             "optax.sgd(0.7, momentum=0.9, nesterov=True)"
+        )
+
+
+def check_own_state(inner_state: InnerState, name: str) -> None:
+    """Refuses, of private training, that the state of workers' optimizers travels.
+
+    Raises:
+      ConfigError: it would.
+    """
+    if inner_state == "average":
+        raise ConfigError(
+            f"{name}(privacy=…) with inner_state='average': the state of the workers' "
+            "optimizers would travel without noise; leave out inner_state="
         )
 
 

@@ -160,7 +160,7 @@ def gradient_dtype_of(strategy: Strategy) -> GradientDtype | None:
 
 def privacy_of(strategy: Strategy) -> Privacy | None:
     """Returns how a strategy trains privately; None: it does not."""
-    return None if isinstance(strategy, AsyncPS | Federated) else strategy.privacy
+    return None if isinstance(strategy, AsyncPS) else strategy.privacy
 
 
 def private_update_of(
@@ -169,8 +169,12 @@ def private_update_of(
     """Returns what a strategy does to gradients before an update; None: nothing."""
     if (privacy := privacy_of(strategy)) is None:
         return None
-    is_client = privacy.unit == "client"
-    return PrivateUpdate(privacy, batches_per_update(cluster, strategy) * is_client)
+    if privacy.unit != "client":
+        return PrivateUpdate(privacy)
+    clients = batches_per_update(cluster, strategy)
+    if isinstance(strategy, Federated):
+        clients = strategy.invitations(0, clients).drawn(clients)
+    return PrivateUpdate(privacy, clients)
 
 
 def dealt(strategy: Strategy, cluster: Cluster | None, dataset: Dataset) -> Dataset:

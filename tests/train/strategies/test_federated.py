@@ -16,6 +16,8 @@ from jgraph.coordination.data.slots import epoch_order
 from jgraph.errors import ConfigError, DataError, DeadlineError
 from jgraph.graph.ir import TaskName
 from jgraph.train.data.source import Source
+from jgraph.train.privacy.accounting import Spent, epsilon_of
+from jgraph.train.privacy.options import Privacy
 from jgraph.train.strategies.federated import Federated
 from jgraph.train.trainer import Trainer
 from tests.support.models import NnxMLP, cross_entropy, data
@@ -257,3 +259,51 @@ def test_rounds_go_on_without_a_client_that_is_lost(source: Source) -> None:
         assert lost not in run.rounds()[-1].members
         there.close()
     servers.stop()
+
+
+def test_what_a_client_adds_is_cut_and_a_sum_of_those_is_taken(
+    cluster: Cluster, source: Source, clients: list[Client]
+) -> None:
+    tx = optax.sgd(0.1, momentum=0.5)
+
+    def private(clip: float, **options: Any) -> Federated:
+        hidden = Privacy(unit="client", noise_multiplier=1e-7, clip=clip, delta=1e-5)
+        return Federated(weight="equal", privacy=hidden, **options)
+
+    there = trainer(cluster, private(100.0, local_epochs=2), tx)
+    run = fit(there, source)
+    due = by_hand(clients, tx, epochs=2, weights=[1] * len(SIZES))
+    assert_close(parameters(run.model()), due)
+    there.close()
+    start = parameters(NnxMLP(rngs=nnx.Rngs(0)))
+    for fraction, drawn in [(1.0, 3), (0.5, 2)]:
+        there = trainer(cluster, private(1e-2, fraction=fraction), tx)
+        run = fit(there, source, steps=1)
+        moved = [a - b for a, b in zip(parameters(run.model()), start, strict=True)]
+        norm = np.sqrt(sum(np.square(m).sum() for m in moved))
+        assert 1e-2 / drawn < norm <= 1e-2 * 1.001
+        there.close()
+
+
+def test_epsilon_of_rounds_counts_each_for_each_client(
+    cluster: Cluster, source: Source
+) -> None:
+    hidden = Privacy(unit="client", noise_multiplier=3.0, clip=0.1, delta=1e-5)
+    strategy = Federated(weight="equal", fraction=0.5, privacy=hidden)
+    there = trainer(cluster, strategy, optax.sgd(0.1))
+    run = fit(there, source, steps=2)
+    due = epsilon_of([Spent("client", 3.0, 1.0, 2)], 1e-5)
+    assert abs(run.epsilon - due) < 1e-9
+    there.close()
+
+
+def test_weights_that_would_tell_of_a_client_are_refused() -> None:
+    hidden = Privacy(unit="client", noise_multiplier=3.0, clip=0.1, delta=1e-5)
+    with pytest.raises(ConfigError, match="write weight='equal'"):
+        Federated(privacy=hidden)
+    with pytest.raises(ConfigError, match="would travel without noise"):
+        Federated(weight="equal", inner_state="average", privacy=hidden)
+    with pytest.raises(ConfigError, match="Federated hides the part of one client"):
+        Federated(
+            weight="equal", privacy=Privacy(noise_multiplier=1.0, clip=1.0, delta=1e-5)
+        )
