@@ -125,6 +125,6 @@ def check_detachable(cluster: Cluster | None, strategy: Strategy) -> None:
         )
     if cluster is None:
         raise ConfigError(
-            f"detached=True needs a cluster, and {strategy!r} trains in this process, "
-            "which ends with it; give Trainer(…, cluster=jg.connect(…))"
+            f"detached=True needs a cluster, and {type(strategy).__name__}() trains in "
+            "this process, which ends with it; give Trainer(…, cluster=jg.connect(…))"
         )
