@@ -105,6 +105,33 @@ def test_a_run_is_seen_live_and_again_when_all_is_over(tmp_path: Path) -> None:
     assert repr(board) == "<Dashboard closed>"
 
 
+@pytest.mark.nightly
+def test_the_rounds_of_clients_are_seen_live(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for number in range(3):
+        x = rng.normal(size=(16, 4)).astype(np.float32)
+        np.savez(tmp_path / f"{number}.npz", x=x, y=x.sum(1))
+    source = jg.Source.npz(str(tmp_path / "{task}.npz"))
+    with jg.LocalCluster(ps=1, workers=3) as cluster:
+        board = cluster.dashboard()
+        model, tx = nnx.Linear(4, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1)
+        strategy = jg.Federated()
+        with jg.Trainer(model, loss, tx, cluster=cluster, strategy=strategy) as trainer:
+            run = trainer.fit(source, steps=5, batch_size=4, progress=False)
+            assert len(run.rounds()) == 5
+
+            def told() -> Any:
+                (found,) = state_at(board.url)["runs"].values() or [{}]
+                return found if len(found.get("rounds", ())) == 5 else None
+
+            seen = wait_for("the rounds", told)
+        assert [*seen["rounds"]] == ["1", "2", "3", "4", "5"]
+        for number, one in enumerate(run.rounds(), 1):
+            assert seen["rounds"][str(number)]["who"] == list(one.members)
+        took = {task: {"members": 5} for task in cluster.tasks("worker")}
+        assert seen["clients"] == took
+
+
 class Cut:
     """Asks a cluster; the connection on which it follows a run is lost once.
 

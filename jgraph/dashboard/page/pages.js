@@ -216,7 +216,7 @@ const rounds = {
   title: "Rounds",
   show(view) {
     const all = rows(view.runs).filter((run) => Object.keys(run.rounds || {}).length);
-    if (!all.length) return [card("Rounds of federated runs", h("p", { class: "soft" }, "no run trains in rounds of clients: jg.FederatedAveraging"))];
+    if (!all.length) return [card("Rounds of federated runs", h("p", { class: "soft" }, "no run trains in rounds of clients: jg.Federated"))];
     return all.map((run) => h("div", null,
       card(`Rounds of ${run.name}, the newest first`, table("Rounds", [
         ["round", (r) => number(r.round), "n"], ["clients", (r) => number(r.clients), "n"], ["dropped", (r) => number(r.dropped), "n"],
