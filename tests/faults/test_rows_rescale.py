@@ -11,6 +11,7 @@ from jgraph.clock import SystemClock
 from jgraph.errors import JGError
 from jgraph.failpoints import CRASHED, ONCE, POINTS, VARIABLE
 from jgraph.launch.local.cluster import LocalCluster
+from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.run.run import Run
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.elastic import Elastic
@@ -26,10 +27,19 @@ AT: Final = [point for point in POINTS if point.startswith("rescale.")]
 QUICK: Final = "rescale.moved"
 
 
-def begun(cluster: LocalCluster, strategy: Any) -> tuple[Any, Run]:
+def begun(
+    cluster: LocalCluster, strategy: Any, saves: Checkpoints | None = None
+) -> tuple[Any, Run]:
     """A run that goes on until it is stopped."""
     there = trainer(cluster, strategy)
-    run = there.fit(IDS, steps=10**6, batch_size=BATCH, block=False, progress=False)
+    run = there.fit(
+        IDS,
+        steps=10**6,
+        batch_size=BATCH,
+        block=False,
+        progress=False,
+        checkpoint=saves,
+    )
     wait_until(lambda: run.steps >= 20)
     return there, run
 
@@ -71,7 +81,8 @@ def test_parameter_servers_join_a_run_and_leave_it_and_no_update_is_lost(
 ) -> None:
     fault.is_noticed = False
     cluster = fault.cluster(ps=1, workers=2, elastic=True)
-    there, run = begun(cluster, strategy(elastic=ELASTIC))
+    saves = Checkpoints(fault.path, every=10)
+    there, run = begun(cluster, strategy(elastic=ELASTIC), saves)
     for ps in (3, "-1", 1, 2):
         cluster.scale(ps=ps)
         goes_on(run)

@@ -14,6 +14,8 @@ from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 
+SNAPSHOT: Final = "snapshot-"
+"""How the names of containers begin that are dropped when they have been read."""
 SCALE_S: Final = 60.0
 """So long ``scale`` waits."""
 _POLL_S: Final = 0.1
@@ -97,7 +99,8 @@ class Scaler:
         leavers = before[wanted:]
         moves = [run.container for run in runs if run.ps_bounds is not None]
         for task in leavers:
-            self._check_empty(task, moves)
+            if left_over := self._left_over(task, moves):
+                raise _still_holds(task, left_over)
         if wanted > len(before):
             self.start("ps", wanted - len(before))
         for task in reversed(leavers):
@@ -105,7 +108,7 @@ class Scaler:
         if self.wait or leavers:  # who leaves ends when nobody needs it any more
             self._wait_moved(wanted, [run.name for run in runs], polling)
         for task in reversed(leavers):
-            self._check_empty(task)
+            self._wait_empty(task, polling)
             self.leave(task)
         if not self.wait:
             return before[:wanted]
@@ -173,21 +176,41 @@ class Scaler:
                     run=late[0].name,
                 )
 
-    def _check_empty(self, task: TaskName, moves: Sequence[str] = ()) -> None:
-        """Refuses to end a ps that holds variables of containers that do not move."""
+    def _wait_empty(self, task: TaskName, polling: Polling) -> None:
+        """Waits until a ps holds nothing: a save under way reads a copy there."""
+        while left_over := self._left_over(task, copies=True):
+            if not polling.wait():
+                raise _still_holds(task, left_over)
+
+    def _left_over(
+        self, task: TaskName, moves: Sequence[str] = (), *, copies: bool = False
+    ) -> list[str]:
+        """Returns the names of what a ps holds.
+
+        Args:
+          task: the ps.
+          moves: containers that are left out: they move.
+          copies: also copies that are about to be dropped.
+        """
         query = frame(variable_query=pb.VariableQuery())
         address = self.cluster.find(task)
         table = body_of(self.cluster.call("Variables", query, to=address))
-        rows = [row for row in table.variables if row.container not in moves]
-        names = [row.name for row in rows]
-        if names:
-            count = f"{len(names)} variable{'s' if len(names) > 1 else ''}"
-            raise RescaleError(
-                f"{task} leaves the cluster and holds {count} that no run moves, "
-                f"'{names[0]}' first; read what is needed of them, drop them with "
-                "cluster.reset() or Trainer.close(), and scale again",
-                task=task,
-            )
+        return [
+            row.name
+            for row in table.variables
+            if row.container not in moves
+            and (copies or not row.container.startswith(SNAPSHOT))
+        ]
+
+
+def _still_holds(task: TaskName, names: Sequence[str]) -> RescaleError:
+    count = f"{len(names)} variable{'s' if len(names) > 1 else ''}"
+    return RescaleError(
+        f"{task} leaves the cluster and holds {count} that no run moves, '{names[0]}' "
+        "first; read what is needed of them, drop them with cluster.reset() or "
+        "Trainer.close(), and scale again",
+        task=task,
+    )
 
 
 def wanted_tasks(job: str, count: object, now: int) -> int:
