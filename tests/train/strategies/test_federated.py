@@ -267,7 +267,7 @@ def test_what_a_client_adds_is_cut_and_a_sum_of_those_is_taken(
     tx = optax.sgd(0.1, momentum=0.5)
 
     def private(clip: float, **options: Any) -> Federated:
-        hidden = Privacy(unit="client", noise_multiplier=1e-7, clip=clip, delta=1e-5)
+        hidden = Privacy(unit="client", noise_multiplier=1e-10, clip=clip, delta=1e-5)
         return Federated(weight="equal", privacy=hidden, **options)
 
     there = trainer(cluster, private(100.0, local_epochs=2), tx)
