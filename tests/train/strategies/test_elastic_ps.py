@@ -196,6 +196,23 @@ def test_checkpoints_are_saved_and_restored_whatever_ps_there_are(
 
 
 @pytest.mark.row(45)
+def test_a_ps_that_joined_and_is_told_to_end_gives_away_what_it_has_first(
+    cluster: Cluster,
+) -> None:
+    there = trainer(cluster, jg.SyncPS(elastic=ELASTIC))
+    run = begun(cluster, there, IDS, BATCH)
+    rescaled = Rescaled(cluster, run)
+    rescaled.to(2)
+    rescaled.servers.pop().stop(20.0)  # as by SIGTERM: nobody has announced it
+    assert rescaled.now == 1
+    rescaled.to(1)
+    rescaled.end()
+    assert run.recoveries() == []
+    check_together(there, run)
+    there.close()
+
+
+@pytest.mark.row(45)
 @pytest.mark.parametrize("kind", [jg.AsyncPS, jg.SyncPS])
 def test_a_detached_run_is_rescaled_without_a_client(
     cluster: Cluster, kind: Any
