@@ -217,7 +217,7 @@ const rounds = {
   show(view) {
     const all = rows(view.runs).filter((run) => Object.keys(run.rounds || {}).length);
     if (!all.length) return [card("Rounds of federated runs", h("p", { class: "soft" }, "no run trains in rounds of clients: jg.Federated"))];
-    return all.map((run) => h("div", null,
+    return all.flatMap((run) => [
       card(`Rounds of ${run.name}, the newest first`, table("Rounds", [
         ["round", (r) => number(r.round), "n"], ["clients", (r) => number(r.clients), "n"], ["dropped", (r) => number(r.dropped), "n"],
         ["waited s", (r) => number(r.wait_s), "n"], ["who took part", (r) => r.who.map(short).join(", ") + (r.clients > r.who.length ? " …" : ""), "text"],
@@ -225,7 +225,8 @@ const rounds = {
       ], Object.entries(run.rounds).map(([round, row]) => ({ round: Number(round), ...row })).reverse(), (r) => r.dropped > 0)),
       card(`Clients of ${run.name}`, table("Clients", [
         ["client", (c) => short(c.name)], ["rounds with it", (c) => number(c.members || 0), "n"], ["too late", (c) => number(c.late || 0), "n"], ["lost", (c) => number(c.lost || 0), "n"],
-      ], rows(run.clients), (c) => (c.late || 0) + (c.lost || 0) > (c.members || 0)))));
+      ], rows(run.clients), (c) => (c.late || 0) + (c.lost || 0) > (c.members || 0))),
+    ]);
   },
 };
 
