@@ -209,11 +209,11 @@ def test_what_cannot_be_is_refused_in_words(
 def test_a_round_goes_on_without_a_client_that_is_late(
     cluster: Cluster, source: Source
 ) -> None:
-    strategy = Federated(min_clients=2, round_timeout_s=0.5)
+    strategy = Federated(min_clients=2, round_timeout_s=1.0)
     there = trainer(cluster, strategy, optax.sgd(0.1))
     there.plan(source, BATCH)
     runner: Any = there._parts.build()[1]
-    runner.compute_wait_s = {2: 2.0}
+    runner.compute_wait_s = {2: 4.0}
     run = fit(there, source)
     slow = cluster.tasks("worker")[2]
     first, *others = run.rounds()
@@ -228,11 +228,11 @@ def test_a_round_goes_on_without_a_client_that_is_late(
 def test_with_too_few_clients_a_run_ends_and_says_who_did_not_come(
     cluster: Cluster, source: Source
 ) -> None:
-    strategy = Federated(min_clients=3, round_timeout_s=0.5)
+    strategy = Federated(min_clients=3, round_timeout_s=1.0)
     there = trainer(cluster, strategy, optax.sgd(0.1))
     there.plan(source, BATCH)
     runner: Any = there._parts.build()[1]
-    runner.compute_wait_s = {2: 2.0}
+    runner.compute_wait_s = {2: 4.0}
     with pytest.raises(DeadlineError, match=r"has 2 of 3 .* to come: /job:worker/ta"):
         fit(there, source)
     there.close()
@@ -253,8 +253,8 @@ def test_rounds_go_on_without_a_client_that_is_lost(source: Source) -> None:
                 servers.lose(lost)
             is_there = False
 
-        run = fit(there, source, steps=2000, callbacks=[lose])
-        assert (run.state, run.steps) == ("done", 2000)
+        run = fit(there, source, steps=600, callbacks=[lose])
+        assert (run.state, run.steps) == ("done", 600)
         assert {len(r.members) for r in run.rounds()} == {2, 3}
         assert lost not in run.rounds()[-1].members
         there.close()
