@@ -60,6 +60,7 @@ def test_no_order_of_requests_gets_both_secrets_of_one(told: Sequence[object]) -
         assert len(answer.seeds_of) >= 2
 
 
+@pytest.mark.bad_input_row(31)
 @pytest.mark.parametrize(
     ("neighbours", "threshold", "message"),
     [

@@ -16,6 +16,8 @@ from jgraph.rpc.security.masks import KeyPair, add_words, derived, seal, unseal
 from jgraph.rpc.security.secure_sum import SumMember, Told
 from tests.support.secure_sums import Outcome, summed
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 COUNT = 5
 STEPS = ("keys", "exchange", "masked", "reveal")
 
@@ -114,6 +116,7 @@ def test_what_who_sums_sees_is_no_value_and_no_difference_of_two() -> None:
             assert abs(bits.mean() - 0.5) < 0.02
 
 
+@pytest.mark.row(47)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_member_may_go_away_in_each_step(step: str) -> None:
     there = members(7, 4)
@@ -125,6 +128,7 @@ def test_a_member_may_go_away_in_each_step(step: str) -> None:
     np.testing.assert_array_equal(out.total, plain_sum(values, inside))
 
 
+@pytest.mark.row(47)
 def test_a_share_that_was_changed_on_its_way_ends_the_part_of_its_receiver() -> None:
     def changed(sender: str, to: str, sealed: bytes) -> bytes:
         swap = (sender, to) == ("m01", "m02")
@@ -135,6 +139,7 @@ def test_a_share_that_was_changed_on_its_way_ends_the_part_of_its_receiver() -> 
         summed(there, values_of(there), {}, neighbours=4, threshold=3, changed=changed)
 
 
+@pytest.mark.row(47)
 def test_a_false_share_is_found_and_a_true_one_taken_in_its_place() -> None:
     def lied(member: str, told: Told) -> Told:
         seeds = dict(told.seeds)
@@ -155,6 +160,7 @@ def test_false_shares_of_too_many_are_an_error_and_no_sum() -> None:
         summed(there, values_of(there), {}, neighbours=4, threshold=3, lied=lied)
 
 
+@pytest.mark.row(47)
 def test_both_secrets_of_a_member_are_never_told() -> None:
     there = members(4, 2)
     keys = {name: one.begin(1) for name, one in there.items()}
@@ -171,6 +177,7 @@ def test_both_secrets_of_a_member_are_never_told() -> None:
         first.reveal(1, ["m01", "m02", "m03"], [])
 
 
+@pytest.mark.row(47)
 def test_a_round_that_has_been_is_not_made_again() -> None:
     member = SumMember("m00", threshold=2)
     member.begin(7)

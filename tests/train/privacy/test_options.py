@@ -10,6 +10,7 @@ from jgraph.errors import ConfigError
 PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "clip": 1.0, "delta": 1e-5}
 
 
+@pytest.mark.bad_input_row(31)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -34,6 +35,7 @@ def test_an_option_that_means_nothing_is_refused_by_name(
     assert message in str(error.value)
 
 
+@pytest.mark.bad_input_row(31)
 @pytest.mark.parametrize(
     ("options", "named"),
     [
