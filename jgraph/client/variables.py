@@ -62,9 +62,11 @@ class VariableDirectory:
             rows[row.container, row.name][row.task] = row
         errors = [from_status(status) for status in table.missing]
         for spec in (shard for logical in specs for shard in logical.shards):
+            home = spec.device.task_name or ""
+            if home and spec.key in self.tasks:
+                self.tasks[spec.key] = TaskName(home)  # it may have moved since
             if spec.key in rows:  # on two tasks at most, while it moves
                 stored = rows[spec.key]
-                home = spec.device.task_name or ""
                 row = stored.get(home) or next(iter(stored.values()))
                 _check_stored(spec, row)
                 self.tasks[spec.key] = TaskName(row.task)
