@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import final
 
 from jgraph.client.connection import Connection
-from jgraph.errors import ConfigError, VariableMismatchError
+from jgraph.errors import ConfigError, TaskLostError, VariableMismatchError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName, VariableKey, VariableSpec
@@ -61,10 +61,14 @@ class VariableDirectory:
         for row in table.variables:
             rows[row.container, row.name][row.task] = row
         errors = [from_status(status) for status in table.missing]
+        members = set(self._cluster.tasks())
         for spec in (shard for logical in specs for shard in logical.shards):
             home = spec.device.task_name or ""
             if home and spec.key in self.tasks:
                 self.tasks[spec.key] = TaskName(home)  # it may have moved since
+                if home not in members:  # it joined, and is lost
+                    what = f"{home}, which held '{spec.name}', left the cluster"
+                    raise TaskLostError(what, task=home)
             if spec.key in rows:  # on two tasks at most, while it moves
                 stored = rows[spec.key]
                 row = stored.get(home) or next(iter(stored.values()))
