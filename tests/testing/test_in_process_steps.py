@@ -81,9 +81,12 @@ def test_a_step_over_the_transport_computes_what_one_jit_computes(
     assert_close(got, wanted(name))
 
 
-@pytest.mark.parametrize("size", [4, 1 << 18])
-def test_an_order_to_begin_a_step_waits_for_no_values(size: int) -> None:
-    """The others begin while the driver does."""
+@pytest.mark.parametrize(
+    ("size", "kinds"), [(4, ["values"]), (1 << 18, ["start_step", "values"])]
+)
+def test_order_to_begin_a_step_travels_with_small_values(
+    size: int, kinds: list[str]
+) -> None:
     driver, ps = TaskName("/job:worker/task:0"), TaskName("/job:ps/task:0")
     total = Variable("total", jnp.zeros(()), device=ps)
 
@@ -106,4 +109,4 @@ def test_an_order_to_begin_a_step_waits_for_no_values(size: int) -> None:
         service.frame_received = received  # type: ignore[method-assign]
 
     run_async(steps(planned, [driver, ps], {"total": 0.0}, x, 2, watch=watch))
-    assert got == ["start_step", "values"] * 2
+    assert got == kinds * 2

@@ -155,7 +155,6 @@ class StepDriver:
         for task in tasks:
             if task != self._runtime.task:
                 self._messages.order(task, order)
-        self._messages.flush()  # the others begin while this task does
         self._runtime.start_step(
             step,
             lambda outcome, times: self._own_part_over(driven, outcome, times),

@@ -34,8 +34,8 @@ Message: TypeAlias = "tuple[pb.Values | pb.StartStep | pb.StepDone, Tensors]"
 class StepMessages:
     """Posts values, orders to begin steps, and reports of parts that are over.
 
-    They leave with ``flush``: when the frame that brought them about has been handled,
-    and with each order. Of what no frame brought about, at the end of the turn.
+    They leave with ``flush``: when the frame that brought them about has been handled;
+    of what no frame brought about, at the end of the turn.
     To one peer they leave in that order, but that orders and reports may leave with
     values that came up before them.
 
