@@ -42,7 +42,7 @@ ELSEWHERE = {
     "examples inception": "tests/examples/test_inception.py::"
     "test_the_command_trains_a_cluster_and_prints_one_line_of_json",
     "examples federated": "tests/examples/test_federated.py::"
-    "test_outer_momentum_mends_what_skewed_data_costs",
+    "test_the_command_prints_one_line_of_json",
     "examples pipeline": "tests/examples/test_pipeline.py::"
     "test_without_a_cluster_it_says_what_to_type",
 }

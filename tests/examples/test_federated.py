@@ -1,8 +1,11 @@
 """Ten clients with two digits each: who has what, and what a momentum mends."""
 
+import json
+
 import numpy as np
 import pytest
 
+from jgraph import cli
 from jgraph.errors import ConfigError
 from jgraph.examples.federated import run, split_by_label
 from jgraph.examples.options import Options
@@ -32,3 +35,17 @@ def test_outer_momentum_mends_what_skewed_data_costs() -> None:
     assert 0.85 < figures["fedavg_accuracy"] < figures["diloco_accuracy"] - 0.01
     assert figures["diloco_accuracy"] > 0.94
     assert figures["diloco_loss"] < figures["fedavg_loss"] / 2
+
+
+@pytest.mark.nightly
+@pytest.mark.procs
+def test_the_command_prints_one_line_of_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["examples", "federated", "--steps", "2", "--json"])
+    assert not stop.value.code
+    (line,) = capsys.readouterr().out.splitlines()
+    figures = json.loads(line)
+    assert (figures["example"], figures["rounds"]) == ("federated", 2)
+    assert {"fedavg_accuracy", "diloco_accuracy"} <= set(figures)
