@@ -48,12 +48,14 @@ class DrivenStep:
       on_computed: called when the driver's own part is done, with the fetches.
       on_over: called when every part is done, or with the step's first error.
       asked_s: when the other tasks were asked for their parts.
+      is_awaited: whether others wait for what the driver's part sends.
       is_traced: whether they tell when their nodes ran.
       parts: what each task measured, if the step is traced.
     """
 
     __slots__ = (
         "asked_s",
+        "is_awaited",
         "is_traced",
         "on_computed",
         "on_over",
@@ -72,6 +74,7 @@ class DrivenStep:
         asked_s: float,
         is_traced: bool,
     ) -> None:
+        self.is_awaited = False
         self.is_traced = is_traced
         self.asked_s = asked_s
         self.parts: list[PartTimes] = []
@@ -112,6 +115,7 @@ class StepDriver:
         ordered: bool = False,
         ahead: int = 0,
         compute_wait_s: float = 0.0,
+        awaited: bool = False,
         trace: bool = False,
     ) -> DrivenStep:
         """Starts a step of a registered program whose driver is this task.
@@ -127,6 +131,8 @@ class StepDriver:
           ordered: begin on each task only after the handle's earlier steps.
           ahead: read and send on each task while so many of these are under way.
           compute_wait_s: emulated computing on this task, see ``StepRun``.
+          awaited: others wait for what this task's part sends: it leaves as soon as the
+            part is computed, and does not wait for the order to begin the next step.
           trace: have every task note when its nodes run, see ``DrivenStep.parts``.
 
         Raises:
@@ -139,6 +145,7 @@ class StepDriver:
         tracker = StepTracker(program.name, tasks)
         asked_s = self._runtime.now()
         driven = DrivenStep(step, tracker, on_computed, on_over, asked_s, trace)
+        driven.is_awaited = awaited
         order = pb.StartStep(
             handle=handle,
             step_id=step[1],
@@ -243,6 +250,8 @@ class StepDriver:
             error = as_error(outcome, self._runtime.task)
             self._handle(driven, PartFailed(self._runtime.task, error))
             return
+        if driven.is_awaited:
+            self._messages.post()
         driven.on_computed(outcome, times)
         if driven.is_traced:
             self._note_times(driven, self._runtime.task, times.nodes)

@@ -61,7 +61,7 @@ class StepMessages:
         if sum([tensor.nbytes for tensor in tensors]) < ALONE_BYTES:
             self._add(dst, (header, tensors))
         else:
-            self.flush()
+            self.post()
             self._post(dst, header, tensors)
 
     def order(self, dst: TaskName, order: pb.StartStep) -> None:
@@ -74,7 +74,7 @@ class StepMessages:
 
     def abort(self, dst: TaskName, order: pb.AbortStep) -> None:
         """Posts the order to end a step, at once and after all that waits."""
-        self.flush()
+        self.post()
         self._transport.post(dst, frame(abort_step=order))
 
     def withdraw(self, step: StepKey) -> None:
@@ -84,8 +84,12 @@ class StepMessages:
         self._transport.withdraw(*step)
 
     def flush(self) -> None:
-        """Posts all that waits."""
+        """Posts all that waits, and ends what ``gather`` began."""
         self._is_gathering = False
+        self.post()
+
+    def post(self) -> None:
+        """Posts all that waits."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, defaultdict(list)

@@ -71,7 +71,7 @@ class TaskHost:
         """
         if runs_at_once(cost, self._hand_over, self._cores):
             if cost.seconds is not None and cost.seconds > _SHORT_S:
-                self.messages.flush()
+                self.messages.post()
             self.computes_at_once = True
             result, began, seconds, _ = self._perform(work, cost)
             self.computes_at_once = False
