@@ -46,8 +46,10 @@ _TCP_OPTIONS: Final = {
     "TCP_NODELAY": 1,
     # Of two connections to one task, something between may drop this one alone.
     "TCP_USER_TIMEOUT": _SILENT_MS,
+    # Five probes in that time: an idle connection ends at the first moment after it at
+    # which one is unanswered, so with one probe a single lost packet would end it.
     "TCP_KEEPIDLE": 10,
-    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPINTVL": 1,
 }
 Take: TypeAlias = Callable[[memoryview], None]
 Room: TypeAlias = Callable[[int], memoryview | None]

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import random
+import socket
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -84,6 +86,35 @@ def test_frames_go_over_the_data_socket_and_through_the_proxy() -> None:
             assert not way(pair.worker)
 
     run_async(main())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels count otherwise")
+def test_an_idle_connection_outlives_lost_probes() -> None:
+    """Linux ends it when it was silent for the whole time and a probe is unanswered."""
+
+    async def main() -> list[int]:
+        loop = asyncio.get_running_loop()
+        make = partial(FrameSocket, lambda _: None)
+        server = await loop.create_server(make, "127.0.0.1", 0)
+        async with server:
+            transport, _ = await loop.create_connection(
+                make, *server.sockets[0].getsockname()
+            )
+            connected = transport.get_extra_info("socket")
+            found = [
+                connected.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (
+                    socket.TCP_USER_TIMEOUT,
+                    socket.TCP_KEEPIDLE,
+                    socket.TCP_KEEPINTVL,
+                )
+            ]
+            transport.abort()
+            return found
+
+    most_ms, idle_s, every_s = run_async(main())
+    assert most_ms == 15_000
+    assert (most_ms / 1000 - idle_s) / every_s >= 5
 
 
 def test_proxy_leads_to_a_data_port_by_one_port_whoever_asks_at_once() -> None:
