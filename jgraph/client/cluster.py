@@ -25,6 +25,7 @@ from jgraph.cluster import event_loop
 from jgraph.cluster.deadlines import CONTROL_S, DRAIN_S
 from jgraph.cluster.events import CLIENT, Event, EventLog, in_order
 from jgraph.cluster.options import shutdown_order
+from jgraph.cluster.polling import Polling
 from jgraph.cluster.transport_choice import (
     TLSFiles,
     address_of,
@@ -512,13 +513,13 @@ async def _open_in_time(
     """Opens a cluster whose server may still be starting; notes why it is not there."""
     clock = SystemClock()
     deadline = clock.now() + timeout_s
+    polling = Polling(ASK_AGAIN_S, timeout_s - ASK_AGAIN_S, clock)
     while True:
         try:
             return await open_cluster(address, deadline - clock.now(), token, tls)
         except (ClusterUnreachableError, TaskLostError) as error:
             restarts = isinstance(error, TaskLostError)
             may_come = restarts or error.details.get("may_be_starting", False)
-            if not may_come or clock.now() + ASK_AGAIN_S >= deadline:
-                raise
             refusals[:] = [error.message]
-        await asyncio.sleep(ASK_AGAIN_S)
+            if not (may_come and await polling.again()):
+                raise

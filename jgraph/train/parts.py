@@ -17,7 +17,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.train.data.data import Dataset, check_alike, naming_data
 from jgraph.train.evaluation.evaluate import Evaluator
 from jgraph.train.evaluation.evaluator_task import EvaluatorTask, make_evaluator_task
-from jgraph.train.hash_tables.hash_step import check_whole
+from jgraph.train.hash_tables.hash_step import refuse_tables
 from jgraph.train.model.adapters import Adapter, Metric, Model, adapt
 from jgraph.train.model.losses import Loss
 from jgraph.train.model.optimizer import Optimizer
@@ -287,12 +287,12 @@ class TrainerBuild:
         tx, local, sparse = config.tx, None, config.sparse
         if self.spending is not None:
             why = "with privacy= each example's gradient is of all parameters"
-            check_whole(adapter.tables, why)
+            refuse_tables(adapter.tables, _travels_by_rows(why))
             sparse = "off"
         if isinstance(config.strategy, LocalSGD | Federated):
             kind = type(config.strategy).__name__
             why = f"{kind} reads all parameters at the begin of a round"
-            check_whole(adapter.tables, why)
+            refuse_tables(adapter.tables, _travels_by_rows(why))
             local, sparse = config.strategy.rule(config.tx), "off"
             tx = config.strategy.outer_optimizer
         tables = partial(tables_in, adapter, data, sparse)
@@ -310,3 +310,10 @@ class TrainerBuild:
             local=local,
             private=private_update_of(config.strategy, config.cluster),
         )
+
+
+def _travels_by_rows(why_not: str) -> str:
+    return (
+        f"of which only rows travel, and {why_not}; use strategy=jg.SyncPS() or "
+        "jg.AsyncPS()"
+    )

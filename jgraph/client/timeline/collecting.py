@@ -95,14 +95,14 @@ class FlightCollector:
         Raises:
           JGError: none answers.
         """
-        began = self._clock.now()
+        # Waits are by the clock of the loop; the other one only dates what is found.
+        began, now = self._clock.now(), asyncio.get_running_loop().time
+        ends, looks = now() + seconds, 0
         await self._look(pb.FlightQuery(no_records=True))
-        # So many at most, whatever the clock says: the loop may have another.
-        for look in range(1, math.ceil(seconds / _CLOCK_EVERY_S) + 1):
-            if (remaining_s := began + seconds - self._clock.now()) <= 0:
-                break
+        while (remaining_s := ends - now()) > 0:
             await asyncio.sleep(min(remaining_s, _CLOCK_EVERY_S))
-            records = look % _RECORDS_EVERY == 0
+            looks += 1
+            records = looks % _RECORDS_EVERY == 0
             await self._look(pb.FlightQuery(no_records=not records))
         await self._look(pb.FlightQuery())
         return self._trace(began)

@@ -68,8 +68,6 @@ class LoopRun:
         piece_times: PieceTimes,
     ) -> None:
         self._order = order
-        # Who deals batches in synchronous training is the arbiter of its updates.
-        self._is_awaited = bool(order.dealer)
         self._piece_times = piece_times
         self._driver = driver
         self._clock = clock
@@ -242,7 +240,8 @@ class LoopRun:
                 ordered=True,
                 ahead=order.prefetch,
                 compute_wait_s=order.compute_wait_s * self._pieces[step],
-                awaited=self._is_awaited,
+                # A task that deals is the arbiter of updates that all wait for.
+                awaited=bool(order.dealer),
             )
         except JGError as error:
             self._take(StepFailed(step, error))

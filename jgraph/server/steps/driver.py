@@ -72,9 +72,10 @@ class DrivenStep:
         on_computed: OnComputed,
         on_over: OnOver,
         asked_s: float,
+        is_awaited: bool,
         is_traced: bool,
     ) -> None:
-        self.is_awaited = False
+        self.is_awaited = is_awaited
         self.is_traced = is_traced
         self.asked_s = asked_s
         self.parts: list[PartTimes] = []
@@ -144,8 +145,9 @@ class StepDriver:
         step = handle, next(self._ids)
         tracker = StepTracker(program.name, tasks)
         asked_s = self._runtime.now()
-        driven = DrivenStep(step, tracker, on_computed, on_over, asked_s, trace)
-        driven.is_awaited = awaited
+        driven = DrivenStep(
+            step, tracker, on_computed, on_over, asked_s, awaited, trace
+        )
         order = pb.StartStep(
             handle=handle,
             step_id=step[1],

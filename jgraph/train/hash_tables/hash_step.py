@@ -145,48 +145,18 @@ def _column(
     return Column(name, values[0].shape[1], jnp.dtype(dtype).name, begins)
 
 
-def needs_ps(tables: Sequence[ModelTable]) -> None:
-    """Refuses hash tables where no ps holds them.
-
-    Raises:
-      ConfigError: there are some; names the first.
-    """
-    if tables:
-        raise ConfigError(
-            f"{tables[0].rows} is a hash table, which lives on parameter servers; use "
-            "jg.Trainer(…, cluster=jg.LocalCluster(ps=1, workers=1), "
-            "strategy=jg.AsyncPS())"
-        )
-
-
-def check_whole(tables: Sequence[ModelTable], why: str) -> None:
-    """Refuses hash tables where parameters travel whole.
+def refuse_tables(tables: Sequence[ModelTable], why: str) -> None:
+    """Refuses hash tables where there can be none.
 
     Args:
       tables: of the model.
-      why: they do, as a sentence.
+      why: what they are, and what to write instead; it follows "is a hash table, ".
 
     Raises:
       ConfigError: there are some; names the first.
     """
     if tables:
-        raise ConfigError(
-            f"{tables[0].rows} is a hash table, of which only rows travel, and {why}; "
-            "use strategy=jg.SyncPS() or jg.AsyncPS()"
-        )
-
-
-def check_no_tables(tables: Sequence[ModelTable]) -> None:
-    """Refuses hash tables where ps join and leave.
-
-    Raises:
-      ConfigError: there are some; names the first.
-    """
-    if tables:
-        raise ConfigError(
-            f"{tables[0].rows} is a hash table, whose rows do not move to ps that join "
-            "a run; leave out ps= of jg.Elastic(…)"
-        )
+        raise ConfigError(f"{tables[0].rows} is a hash table, {why}")
 
 
 def check_lookups(

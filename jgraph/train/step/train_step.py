@@ -5,7 +5,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import compress
-from typing import Any, final
+from typing import Any, Final, final
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,7 @@ from jgraph.graph.variable import Variable
 from jgraph.train.hash_tables.hash_state import trained_tables
 from jgraph.train.hash_tables.hash_step import (
     check_lookups,
-    check_no_tables,
-    needs_ps,
+    refuse_tables,
     table_specs,
 )
 from jgraph.train.model.adapters import Adapter, Make
@@ -44,6 +43,14 @@ from jgraph.train.step.local_steps import INNER, OUTER, LocalRule, LocalSteps
 from jgraph.train.tables.row_mean import Touched, row_layout
 from jgraph.train.tables.row_step import Computed, RowStep, Sparse, decide
 from jgraph.train.tables.row_tables import find_row_tables
+
+_NEEDS_PS: Final = (
+    "which lives on parameter servers; use jg.Trainer(…, "
+    "cluster=jg.LocalCluster(ps=1, workers=1), strategy=jg.AsyncPS())"
+)
+_STAYS: Final = (
+    "whose rows do not move to ps that join a run; leave out ps= of jg.Elastic(…)"
+)
 
 
 @final
@@ -120,12 +127,12 @@ class TrainStep:
         self._groups = groups = group_with_parameters(paths)
         ps = () if arrangement is None else arrangement.ps
         if arrangement is not None and not ps:
-            needs_ps(adapter.tables)
+            refuse_tables(adapter.tables, _NEEDS_PS)
         names = ["/".join(path) for path in paths]
         of = dict(zip(names, groups, strict=True))
         specs = table_specs(adapter.tables, self._tx.init, tree["params"], of, len(ps))
         if arrangement is not None and arrangement.elastic is not None:
-            check_no_tables(adapter.tables)
+            refuse_tables(adapter.tables, _STAYS)
         self.arrangement = arrangement or Arrangement()
         """How the variables are cut and placed."""
         self.tables = trained_tables(adapter.tables, specs, container, ps)
@@ -285,7 +292,7 @@ class TrainStep:
             small=self._sparse == "lazy",  # its numbers hang on no size
         )
         if not self.tables:
-            needs_ps(self.adapter.tables)
+            refuse_tables(self.adapter.tables, _NEEDS_PS)
         by_keys = {t.name for t in row_tables.tables if t.hashed}
         check_lookups(self.adapter.tables, by_keys, row_tables.dense)
         if self._sparse == "off":
