@@ -13,13 +13,12 @@ from flax import nnx
 import jgraph as jg
 from jgraph.client.cluster import Cluster, connect
 from jgraph.errors import ConfigError
-from jgraph.server.members.joining import join_cluster
 from jgraph.server.server import Server
 from jgraph.train.strategies.batch_share import cut_for
 from jgraph.train.strategies.sync_runner import SyncRunner
 from jgraph.train.trainer import Trainer
+from tests.support.members import two_join_and_one_leaves
 from tests.support.servers import Servers
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -174,16 +173,7 @@ def test_the_batch_of_an_update_stays_while_workers_join_and_leave(
     strategy = jg.SyncPS(elastic=kept, batch_share=batch_share, step_timeout_s=20)
     trainer = trained_on(elastic, strategy, tx)
     run = trainer.fit(DATA, steps=10**6, batch_size=24, block=False, progress=False)
-
-    def of(contributions: int) -> bool:
-        told = "contributions" in run.metric_names
-        return told and run.metrics("contributions")["value"][-1] == contributions
-
-    wait_until(lambda: of(1))
-    joined += [join_cluster(elastic.target, "worker") for _ in range(2)]
-    wait_until(lambda: of(3))
-    joined.pop().stop()
-    wait_until(lambda: of(2))
+    joined += two_join_and_one_leaves(elastic.target, run)
     run.stop()
     run.wait(30)
     assert run.repeated() == 0

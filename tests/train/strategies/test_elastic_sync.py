@@ -16,8 +16,8 @@ from jgraph.errors import ConfigError
 from jgraph.server.members.joining import join_cluster
 from jgraph.server.server import Server
 from jgraph.train.trainer import Trainer
+from tests.support.members import two_join_and_one_leaves
 from tests.support.servers import Servers
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -75,16 +75,7 @@ def test_each_update_is_that_of_plain_jax_on_the_same_examples(
     strategy = jg.SyncPS(elastic=elastic, backup_workers=backups)
     trainer = trained_on(cluster, strategy, tx)
     run = trainer.fit(DATA, steps=10**6, batch_size=BATCH, block=False, progress=False)
-
-    def of(contributions: int) -> bool:
-        told = "contributions" in run.metric_names
-        return told and run.metrics("contributions")["value"][-1] == contributions
-
-    wait_until(lambda: of(1))
-    joined += [join_cluster(cluster.target, "worker") for _ in range(2)]
-    wait_until(lambda: of(3))
-    joined.pop().stop()
-    wait_until(lambda: of(2))
+    joined += two_join_and_one_leaves(cluster.target, run)
     run.stop()
     run.wait(30)
     assert run.repeated() == 0

@@ -205,15 +205,21 @@ def test_what_cannot_be_is_refused_in_words(
     there.close()
 
 
-@pytest.mark.row(11)
-def test_a_round_goes_on_without_a_client_that_is_late(
-    cluster: Cluster, source: Source
-) -> None:
-    strategy = Federated(min_clients=2, round_timeout_s=1.0)
+def with_a_late_client(cluster: Cluster, source: Source, min_clients: int) -> Trainer:
+    """The last of three clients takes four seconds for a step, and a round one."""
+    strategy = Federated(min_clients=min_clients, round_timeout_s=1.0)
     there = trainer(cluster, strategy, optax.sgd(0.1))
     there.plan(source, BATCH)
     runner: Any = there._parts.build()[1]
     runner.compute_wait_s = {2: 4.0}
+    return there
+
+
+@pytest.mark.row(11)
+def test_a_round_goes_on_without_a_client_that_is_late(
+    cluster: Cluster, source: Source
+) -> None:
+    there = with_a_late_client(cluster, source, min_clients=2)
     run = fit(there, source)
     slow = cluster.tasks("worker")[2]
     first, *others = run.rounds()
@@ -228,11 +234,7 @@ def test_a_round_goes_on_without_a_client_that_is_late(
 def test_with_too_few_clients_a_run_ends_and_says_who_did_not_come(
     cluster: Cluster, source: Source
 ) -> None:
-    strategy = Federated(min_clients=3, round_timeout_s=1.0)
-    there = trainer(cluster, strategy, optax.sgd(0.1))
-    there.plan(source, BATCH)
-    runner: Any = there._parts.build()[1]
-    runner.compute_wait_s = {2: 4.0}
+    there = with_a_late_client(cluster, source, min_clients=3)
     with pytest.raises(DeadlineError, match=r"has 2 of 3 .* to come: /job:worker/ta"):
         fit(there, source)
     there.close()
