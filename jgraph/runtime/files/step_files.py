@@ -5,6 +5,7 @@ is there: what describes the tree, in Orbax's words, is copied as it is.
 """
 
 import errno
+import logging
 import os
 import re
 import secrets
@@ -31,14 +32,17 @@ from jgraph.runtime.files.manifest import (
 )
 from jgraph.runtime.files.shard_files import Slice, make_array
 
+_LOG = logging.getLogger("jgraph.checkpoint")
 TEMPORARY: Final = ".orbax-checkpoint-tmp"
 """Ends the name of what Orbax writes; of others without ``.new-``."""
 BEST: Final = "best"
 """Links to the step that was evaluated as the best one."""
 ITEM: Final = "default"
 """Where ``CheckpointManager`` of Orbax looks for the only tree of a checkpoint."""
-UNFINISHED: Final = re.compile(r"\d+\.(new|old)-[0-9a-f]{8}(\..*)?|\d+\.going")
-"""What a writer of jgraph leaves beside the steps if it is killed."""
+_UNFINISHED: Final = re.compile(
+    r"\d+\.(new|old)-[0-9a-f]{8}(\..*)?|\d+\.going|\.jgraph_writer\..*"
+)
+"""What a writer of jgraph leaves beside the steps if it is killed; also of a lease."""
 _OLD: Final = re.compile(r"(.+)\.old-[0-9a-f]{8}")
 """The name of a checkpoint while another takes its place."""
 _ROOM: Final = 1 << 20
@@ -273,6 +277,15 @@ def mark_best(directory: Path, step: int) -> None:
     link = directory / f"{step}.new-{secrets.token_hex(4)}"
     link.symlink_to(str(step))
     link.replace(directory / BEST)
+
+
+def clear_unfinished(directory: Path) -> None:
+    """Removes what writers left that were killed; the caller is the only writer now."""
+    steps_in(directory)  # puts back what was being replaced
+    for path in directory.iterdir():
+        if _UNFINISHED.fullmatch(path.name):
+            _LOG.info("removing %s, which was never finished", path)
+            remove(path)
 
 
 def prune(directory: Path, keep: int, check: Callable[[], None]) -> None:

@@ -28,9 +28,9 @@ from jgraph.failpoints import failpoint
 from jgraph.runtime.files.manifest import is_ours, read_manifest
 from jgraph.runtime.files.step_files import (
     BEST,
-    UNFINISHED,
     best_in,
     beyond,
+    clear_unfinished,
     is_whole,
     mark_best,
     our_steps,
@@ -48,8 +48,6 @@ from jgraph.view import markup
 _LOG = logging.getLogger("jgraph.checkpoint")
 _GOING: Final = ".going"
 """Ends the name of a step that is being deleted."""
-_LEASE: Final = re.compile(r"\.jgraph_writer\..*")
-"""A lease that was being written."""
 _CORRUPT: Final = re.compile(r"\d+\.corrupt(-\d+)?")
 """The name of a damaged step that was put aside."""
 _T = TypeVar("_T")
@@ -179,12 +177,7 @@ class CheckpointWriter:
                 f"{error.strerror or error}; give a directory that you may write to",
                 path=str(self.directory),
             ) from error
-        steps_in(self.directory)  # puts back what was being replaced
-        # Of writers that are gone: nobody else may be at it now.
-        for path in self.directory.iterdir():
-            if UNFINISHED.fullmatch(path.name) or _LEASE.fullmatch(path.name):
-                _LOG.info("removing %s, which was never finished", path)
-                remove(path)
+        clear_unfinished(self.directory)
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -38,7 +38,13 @@ from jgraph.runtime.files.shard_files import (
     proven,
     read_slice,
 )
-from jgraph.runtime.files.step_files import begin_step, commit_step, our_steps, prune
+from jgraph.runtime.files.step_files import (
+    begin_step,
+    clear_unfinished,
+    commit_step,
+    our_steps,
+    prune,
+)
 from jgraph.runtime.files.writer_lease import LEASE_S, WriterLease
 from jgraph.server.runs.journal import Journal
 
@@ -207,11 +213,15 @@ class RunCheckpointer:
             self._failed.forget()
 
     async def _become_writer(self, wait_s: float) -> None:
-        """Takes the lease; a master that was replaced may have it a little longer."""
-        polling = Polling(_AGAIN_S, wait_s)
+        """Takes the lease, and clears what a master left that was killed as it saved.
+
+        A master that was replaced may have the lease a little longer.
+        """
+        polling, directory = Polling(_AGAIN_S, wait_s), Path(self.order.directory)
         while not self._lease.generation:
             try:
                 await asyncio.to_thread(self._lease.acquire)
+                await asyncio.to_thread(clear_unfinished, directory)
             except CheckpointWriterError:
                 if not await polling.again():
                     raise

@@ -62,6 +62,17 @@ def test_nothing_is_saved_before_the_directory_is_the_masters(tmp_path: Path) ->
     assert read_manifest(tmp_path / str(steps_in(tmp_path)[-1])).generation
 
 
+def test_the_next_master_clears_what_one_left_that_was_killed_as_it_saved(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "1.new-0123abcd" / "params.w").mkdir(parents=True)
+    (tmp_path / "of_others").mkdir()
+    saved(tmp_path, Ps())
+    names = {path.name for path in tmp_path.iterdir()}
+    assert "of_others" in names
+    assert not [name for name in names if ".new-" in name]
+
+
 @pytest.mark.parametrize("point", HANDED)
 def test_a_disk_that_fails_at_any_point_of_a_save_leaves_whole_steps(
     tmp_path: Path, point: str
