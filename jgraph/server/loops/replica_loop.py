@@ -3,6 +3,7 @@
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -45,6 +46,24 @@ from jgraph.server.steps.driver import Fetches, StepDriver
 
 
 @final
+@dataclass(slots=True)
+class FedStep:
+    """A step that has its batch, until it is over: one that is refused comes again.
+
+    Attributes:
+      feeds: by name.
+      pieces: of which the batch is.
+      wanted_s: when the step was to begin.
+      started_s: when it did.
+    """
+
+    feeds: dict[str, Any]
+    pieces: int
+    wanted_s: float
+    started_s: float = 0.0
+
+
+@final
 class LoopRun:
     """Runs one order of ``RunLoop`` and streams its reports.
 
@@ -72,12 +91,10 @@ class LoopRun:
         self._driver = driver
         self._clock = clock
         self._feed = feed
-        # Steps that wait for a batch, in order.
-        self._unfed: deque[int] = deque()
+        # Steps that wait for a batch, in order, and since when.
+        self._unfed: deque[tuple[int, float]] = deque()
         self._is_taking = False
-        # Batches of steps under way: a step that is refused is computed anew.
-        self._fed: dict[int, dict[str, Any]] = {}
-        self._pieces: dict[int, int] = {}  # of steps under way
+        self._fed: dict[int, FedStep] = {}
         self._pieces_done = 0  # since the last report
         self._refused = 0
         self._finite = finite_check_of(order)
@@ -98,8 +115,6 @@ class LoopRun:
         self.record = LoopReports(clock)
         self._halts = HaltTimer(order.loop, self.go_on)
         # Where the time goes: seconds by part since the last report.
-        self._wanted_at: dict[int, float] = {}
-        self._started_at: dict[int, float] = {}
         self._computed_at = clock.now()
         self._times: dict[str, float] = defaultdict(float)
         self._numbers = {
@@ -158,9 +173,8 @@ class LoopRun:
             for instruction in self._machine.handle(self._events.popleft(), now):
                 match instruction:
                     case StartStep(step):
-                        self._wanted_at[step] = now
                         self._use_turn()
-                        self._start(step)
+                        self._start(step, now)
                     case Report():
                         self._report("running")
                     case Tell():
@@ -179,11 +193,12 @@ class LoopRun:
         self._turn_used = False
         self._handle_events()
 
-    def _start(self, step: int) -> None:
-        if step in self._fed:
-            self._drive(step)
+    def _start(self, step: int, now: float) -> None:
+        if (fed := self._fed.get(step)) is not None:
+            fed.wanted_s = now
+            self._drive(step, fed)
         else:
-            self._unfed.append(step)
+            self._unfed.append((step, now))
             self._take_batch()
 
     def _take_batch(self) -> None:
@@ -201,7 +216,7 @@ class LoopRun:
         self._is_taking = False
         if not self._unfed:  # stopped meanwhile
             return
-        step = self._unfed[0]
+        step, wanted_s = self._unfed[0]
         match batch:
             case None:
                 self._start_none(over=True)
@@ -215,41 +230,41 @@ class LoopRun:
                 ]:
                     if name:
                         feeds[name] = np.asarray(value, np.int32)
-                self._fed[step] = feeds
-                self._pieces[step] = batch.pieces
-                self._drive(step)
+                fed = self._fed[step] = FedStep(feeds, batch.pieces, wanted_s)
+                self._drive(step, fed)
                 self._take_batch()
             case error:
                 task = TaskName(self._order.task)
                 self._take(StepFailed(step, as_error(error, task)))
 
-    def _drive(self, step: int) -> None:
-        self._started_at[step] = self._clock.now()
+    def _drive(self, step: int, fed: FedStep) -> None:
+        fed.started_s = self._clock.now()
         order = self._order
         if self._pace is not None:
-            taken = np.asarray(self._pace.steps, np.int32)
-            self._fed[step][order.pace_feed] = taken
+            fed.feeds[order.pace_feed] = np.asarray(self._pace.steps, np.int32)
         try:
             self._driver.start(
                 order.handle,
-                self._fed[step],
-                lambda fetches, times: self._computed(step, fetches, times),
+                fed.feeds,
+                lambda fetches, times: self._computed(step, fed, fetches, times),
                 lambda error: self._over(step, error),
                 # It waits for the steps that are computed before it.
                 timeout_s=order.step_timeout_s * (1 + order.prefetch),
                 ordered=True,
                 ahead=order.prefetch,
-                compute_wait_s=order.compute_wait_s * self._pieces[step],
+                compute_wait_s=order.compute_wait_s * fed.pieces,
                 # A task that deals is the arbiter of updates that all wait for.
                 awaited=bool(order.dealer),
             )
         except JGError as error:
             self._take(StepFailed(step, error))
 
-    def _computed(self, step: int, fetches: Fetches, times: StepTimes) -> None:
+    def _computed(
+        self, step: int, fed: FedStep, fetches: Fetches, times: StepTimes
+    ) -> None:
         now = self._clock.now()
-        wanted = max(self._wanted_at.pop(step), self._computed_at)
-        started = max(self._started_at.pop(step), wanted)
+        wanted = max(fed.wanted_s, self._computed_at)
+        started = max(fed.started_s, wanted)
         parts = {
             "wait": wanted - self._computed_at,
             "input": started - wanted,
@@ -259,8 +274,8 @@ class LoopRun:
         for name, seconds in parts.items():
             self._times[name] += seconds
         if self._order.pieces:
-            self._piece_times.learn(parts["compute"], self._pieces[step])
-            self._pieces_done += self._pieces[step]
+            self._piece_times.learn(parts["compute"], fed.pieces)
+            self._pieces_done += fed.pieces
         self._computed_at = now
         if self._pace is not None:
             self._pace.took(parts["compute"])
@@ -282,7 +297,6 @@ class LoopRun:
             self._take(StepRefused(step))
             return
         self._fed.pop(step, None)
-        self._pieces.pop(step, None)
         match error:
             case None:
                 if step != self._unwell:  # of which the batch comes again
