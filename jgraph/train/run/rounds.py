@@ -1,5 +1,6 @@
 """Rounds of a federated run: who took part in each, who was dropped, and why."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final, overload
@@ -23,6 +24,10 @@ class Round:
       steps: that the members took, all together.
       nbytes: that parameters and contributions of the members have on the way.
       wait_s: seconds from the first contribution until the round was over.
+      epsilon: what all rounds up to this one have spent of privacy, at most: computing
+        it takes longer than a round, so it is that of the next round of which it was
+        computed; exact of the last one of a run that has ended. None: without
+        ``privacy=``, or not computed yet.
     """
 
     number: int
@@ -31,12 +36,14 @@ class Round:
     steps: int = 0
     nbytes: int = 0
     wait_s: float = 0.0
+    epsilon: float | None = None
 
     def __str__(self) -> str:
+        epsilon = "" if self.epsilon is None else f"  epsilon {self.epsilon:.3g}"
         dropped = "".join(f"; {task} {why}" for task, why in self.dropped.items())
         return (
             f"round {self.number}  {len(self.members)} clients  {self.steps} steps  "
-            f"{bytes_text(self.nbytes)}  waited {self.wait_s:.1f} s{dropped}"
+            f"{bytes_text(self.nbytes)}  waited {self.wait_s:.1f} s{epsilon}{dropped}"
         )
 
 
@@ -68,7 +75,11 @@ class Rounds(Sequence[Round]):
         return "\n".join(map(str, self._rounds)) or "no round is over"
 
     def _repr_html_(self) -> str:
-        columns = "round", "clients", "dropped", "steps", "bytes", "waited"
+        is_private = any(r.epsilon is not None for r in self._rounds)
+        columns = [
+            *("round", "clients", "dropped", "steps", "bytes", "waited"),
+            *(["epsilon"] * is_private),
+        ]
         rows = [
             (
                 r.number,
@@ -77,6 +88,7 @@ class Rounds(Sequence[Round]):
                 r.steps,
                 bytes_text(r.nbytes),
                 f"{r.wait_s:.1f} s",
+                *(("" if r.epsilon is None else f"{r.epsilon:.3g}",) * is_private),
             )
             for r in self._rounds
         ]
@@ -128,3 +140,24 @@ def with_steps(rounds: Rounds, means: Mapping[int, float]) -> Rounds:
             for r in rounds
         ]
     )
+
+
+def with_epsilon(rounds: Rounds, readings: Mapping[int, float]) -> Rounds:
+    """Returns rounds with what they have spent of privacy.
+
+    Args:
+      rounds: without that.
+      readings: of epsilon, by the number of the round after which each was taken.
+
+    Example:
+      >>> rounds = Rounds([Round(n, (TaskName("a"),), {}) for n in (1, 2, 3)])
+      >>> [r.epsilon for r in with_epsilon(rounds, {2: 1.5})]
+      [1.5, 1.5, None]
+    """
+    later = sorted(readings)
+    with_it = []
+    for one in rounds:
+        place = bisect_left(later, one.number)
+        epsilon = readings[later[place]] if place < len(later) else None
+        with_it.append(replace(one, epsilon=epsilon))
+    return Rounds(with_it)

@@ -22,7 +22,7 @@ from jgraph.train.run.members import RunMembers
 from jgraph.train.run.plot import Plot
 from jgraph.train.run.profile import Profile
 from jgraph.train.run.report import Report
-from jgraph.train.run.rounds import Rounds, with_steps
+from jgraph.train.run.rounds import Rounds, with_epsilon, with_steps
 from jgraph.train.state.runner import Events, Position, Staleness
 from jgraph.view import markup
 
@@ -270,19 +270,24 @@ class Run:
         """Returns the rounds of a federated run: who took part, and who was dropped.
 
         A row for each, with the steps of its members, their bytes on the way as
-        planned, and how long the first contribution waited for the last. Empty unless
-        the strategy is ``Federated``.
+        planned, how long the first contribution waited for the last, and with
+        ``privacy=`` epsilon so far. Empty unless the strategy is ``Federated``.
 
         Example:
           ``[(r.number, len(r.members), dict(r.dropped)) for r in run.rounds()]``.
         """
         has_ended = self._done.is_set()
         rounds = self._history.rounds if has_ended else self._result.current_rounds()
+        if "epsilon" in self.metric_names:
+            rounds = with_epsilon(rounds, self._by_step("epsilon"))
         if LOCAL_STEPS not in self.metric_names:
             return rounds
-        means = self.metrics(LOCAL_STEPS)
-        by_round = zip(means["step"], means["value"], strict=True)
-        return with_steps(rounds, dict(by_round))
+        return with_steps(rounds, self._by_step(LOCAL_STEPS))
+
+    def _by_step(self, name: str) -> dict[int, float]:
+        """Returns a metric by the number of updates that it is of."""
+        found = self.metrics(name)
+        return dict(zip(found["step"].tolist(), found["value"].tolist(), strict=True))
 
     def events(self) -> Events:
         """Returns what happened to the ids of hash tables: a row per table and ps.

@@ -296,6 +296,10 @@ def test_epsilon_of_rounds_counts_each_for_each_client(
     run = fit(there, source, steps=2)
     due = epsilon_of([Spent("client", 3.0, 1.0, 2)], 1e-5)
     assert abs(run.epsilon - due) < 1e-9
+    assert run.rounds()[-1].epsilon == run.epsilon
+    assert all(0 < r.epsilon <= run.epsilon for r in run.rounds())
+    assert f"epsilon {due:.3g}" in str(run.rounds()[-1])
+    assert f"<td>{due:.3g}</td>" in run.rounds()._repr_html_()
     there.close()
 
 
