@@ -45,7 +45,8 @@ def trace(
         str | None,
         typer.Option(
             help="Collector of OpenTelemetry to send the last 100 steps to as spans: "
-            "http://localhost:4318."
+            "http://localhost:4318, or with OTEL_EXPORTER_OTLP_PROTOCOL=grpc "
+            "http://localhost:4317."
         ),
     ] = None,
     name: Name = "default",

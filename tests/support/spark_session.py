@@ -224,7 +224,16 @@ def crowded(spark: SparkSession) -> dict[str, Any]:
         "took_s": took_s,
         "sums": sums,
         "no_slot": no_slot,
-        "few_executors": refusal(spark, ps=1, workers=2),
+    }
+
+
+def dynamic(spark: SparkSession) -> dict[str, Any]:
+    """Executors that come and go."""
+    tracker = spark.sparkContext.statusTracker()
+    return {
+        "refused": refusal(spark, ps=1, workers=1),
+        "left": len(servers()),
+        "jobs": len(tracker.getJobIdsForGroup(None)),
     }
 
 
@@ -554,7 +563,7 @@ def read_all(path: str) -> list[dict[str, Any]]:
 
 _ALL = (
     *(train, refusals, crowded, frames, moved, executors, profiles),
-    *(digits, without_shm, connect, stop_inside, leave_open),
+    *(digits, dynamic, without_shm, connect, stop_inside, leave_open),
 )
 SCENARIOS: Mapping[str, Callable[[SparkSession], dict[str, Any]]] = {
     one.__name__: one for one in _ALL

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from jgraph.errors import ConfigError
 
-DYNAMIC: Final = "spark.dynamicAllocation"
 _LOCAL: Final = re.compile(r"local(\[.*\])?")
 _LOCK: Final = threading.Lock()
 _HELD: Final[Counter[str]] = Counter()
@@ -30,9 +29,9 @@ def slots_of(context: Any) -> int | None:
     return None
 
 
-def is_one_process(context: Any) -> bool:
-    """Whether executors are the JVM of the driver: ``local[4]``."""
-    return _LOCAL.fullmatch(str(context.master)) is not None
+def is_local(master: str) -> bool:
+    """Whether the driver's JVM runs all tasks, as in ``local[4]``."""
+    return _LOCAL.fullmatch(master) is not None
 
 
 def hold(application: str, count: int) -> None:
@@ -61,9 +60,6 @@ def check_slot(session: Any, what: str) -> None:
         return
     if not (held := held_slots(context.applicationId)):
         return
-    grows = context.getConf().get(f"{DYNAMIC}.enabled", "false") == "true"
-    if grows and not is_one_process(context):
-        return  # executors come for tasks that wait
     slots = slots_of(context)
     if slots is not None and slots <= held:
         raise ConfigError(

@@ -4,6 +4,7 @@ Spans are made of what tasks noted anyway, after the fact and in the process tha
 a step never meets OpenTelemetry, so it costs nothing while nobody exports.
 """
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,30 +19,66 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 _STEPS: Final = 100
+_SEND_S: Final = 10
+_SPANS: Final = 512
+"""Of a message, as OpenTelemetry's own processor has: gRPC takes 4 MB of one."""
 _EXTRA: Final = "pip install 'jgraph[otel]'"
+_GRPC_EXTRA: Final = "pip install 'jgraph[otel-grpc]'"
+_PROTOCOL: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_GRPC: Final = "grpc"
+_HTTP: Final = "http/protobuf"
 
 
 def otlp_exporter(endpoint: str) -> "SpanExporter":
-    """Returns what sends spans to a collector by OTLP over HTTP.
+    """Returns what sends spans to a collector by OTLP.
+
+    The protocol is what OpenTelemetry's own variables say,
+    ``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL`` or else ``OTEL_EXPORTER_OTLP_PROTOCOL``:
+    ``http/protobuf``, as where neither is set, or ``grpc``. The other variables of
+    the exporters hold too, such as ``OTEL_EXPORTER_OTLP_HEADERS``.
 
     Args:
-      endpoint: of the collector: ``http://localhost:4318``.
+      endpoint: of the collector: ``http://localhost:4318``; by gRPC usually
+        ``http://localhost:4317``, where ``https`` means TLS.
 
     Raises:
-      ConfigError: that is none, or a package is missing.
+      ConfigError: that is none, there is no such protocol, or a package is missing.
     """
+    protocol = next((p for p in map(os.environ.get, _PROTOCOL) if p), _HTTP)
+    port = 4317 if protocol == _GRPC else 4318
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError(
             f"'{endpoint}' is no collector of OpenTelemetry; write for example "
-            "http://localhost:4318"
+            f"http://localhost:{port}"
         )
+    if protocol not in (_GRPC, _HTTP):
+        raise ConfigError(
+            f"OTLP is sent by {_HTTP} or {_GRPC}, not by '{protocol}'; type: "
+            f"export {_PROTOCOL[1]}={_HTTP}"
+        )
+    if protocol == _GRPC:
+        return _by_grpc(endpoint)
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
             OTLPSpanExporter,
         )
     except ImportError as error:
         raise ConfigError(f"OpenTelemetry needs its packages: {_EXTRA}") from error
-    return OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=10)
+    return OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=_SEND_S)
+
+
+def _by_grpc(endpoint: str) -> "SpanExporter":
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
+            OTLPSpanExporter,
+        )
+    except ImportError as error:
+        raise ConfigError(
+            f"OTLP over gRPC needs its package: {_GRPC_EXTRA}; or send by HTTP: "
+            f"export {_PROTOCOL[1]}={_HTTP}"
+        ) from error
+    exporter: SpanExporter = OTLPSpanExporter(endpoint, timeout=_SEND_S)
+    return exporter
 
 
 def export(trace: ClusterTrace, exporter: "SpanExporter", steps: int = _STEPS) -> int:
@@ -70,11 +107,15 @@ def export(trace: ClusterTrace, exporter: "SpanExporter", steps: int = _STEPS) -
         of_step.setdefault((part.handle, part.step), []).append(part)
     for step in of_step.values():
         spans.step(step)
-    if spans.finished and exporter.export(spans.finished) != SpanExportResult.SUCCESS:
-        raise ConfigError(
-            f"the collector did not take {len(spans.finished):,} spans; is it there, "
-            "and does it take OTLP over HTTP?"
-        )
+    for begin in range(0, len(spans.finished), _SPANS):
+        some = spans.finished[begin : begin + _SPANS]
+        if exporter.export(some) != SpanExportResult.SUCCESS:
+            raise ConfigError(
+                f"the collector did not take {len(spans.finished) - begin:,} of "
+                f"{len(spans.finished):,} spans; is it there, and is the protocol that "
+                f"of its port ({_HTTP}: 4318, {_GRPC}: 4317)? {_PROTOCOL[1]} says "
+                "which is sent"
+            )
     return len(spans.finished)
 
 

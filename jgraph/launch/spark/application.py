@@ -3,10 +3,12 @@
 import os
 import sys
 from collections.abc import Collection, Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
-from jgraph.client.spark.slots import DYNAMIC, held_slots, is_one_process, slots_of
+from jgraph.client.spark.slots import held_slots, is_local, slots_of
 from jgraph.errors import ConfigError
+
+_DYNAMIC: Final = "spark.dynamicAllocation"
 
 
 def needs_pyspark() -> Any:
@@ -48,6 +50,29 @@ def check_session(spark: object, what: str = "jg.SparkCluster") -> None:
         )
 
 
+def check_allocation(settings: Any, master: str) -> None:
+    """Refuses executors that come and go.
+
+    Args:
+      settings: of the application: its ``SparkConf``.
+      master: Spark's name of what runs it; ``local[4]`` has no executors, and what is
+        set for them means nothing there.
+
+    Raises:
+      ConfigError: says what to set.
+    """
+    setting = f"{_DYNAMIC}.enabled"
+    if is_local(master) or settings.get(setting, "false").strip().lower() != "true":
+        return
+    raise ConfigError(
+        "jg.SparkCluster needs a slot for each of its servers as long as it is there, "
+        f"and this session has {setting}=true, by which Spark gives away executors "
+        "that run no task, and with them the slot of a server that is to start again; "
+        f'make the session with .config("{setting}", "false") and as many executors as '
+        'the servers need, such as .config("spark.executor.instances", "6")'
+    )
+
+
 @final
 class Application:
     """What a session's application can give.
@@ -56,7 +81,7 @@ class Application:
       spark: a classic SparkSession.
 
     Raises:
-      ConfigError: it is none, or its application has ended.
+      ConfigError: it is none, its application has ended, or dynamic allocation is on.
     """
 
     def __init__(self, spark: Any) -> None:
@@ -68,7 +93,7 @@ class Application:
                 "jg.SparkCluster was given a session that was stopped; make another "
                 "one with SparkSession.builder.getOrCreate()"
             )
-
+        check_allocation(self.context.getConf(), self.master)
         self.name = str(self.context.applicationId)
 
     @property
@@ -79,7 +104,7 @@ class Application:
     @property
     def is_one_process(self) -> bool:
         """Whether executors are this driver's JVM."""
-        return is_one_process(self.context)
+        return is_local(self.master)
 
     @property
     def is_here(self) -> bool:
@@ -129,31 +154,18 @@ class Application:
         """Refuses more tasks than there can ever be slots for.
 
         Raises:
-          ConfigError: names how many there are, and the setting.
+          ConfigError: names how many there are, and what to type.
         """
-        settings = self.context.getConf()
-        if self.is_one_process:
-            slots, held = self.slots(), held_slots(self.name)
-            if slots is not None and slots < num_tasks + held:
-                others = f", of which another cluster holds {held}" if held else ""
-                raise ConfigError(
-                    f"{num_tasks} tasks of the cluster need as many slots, and the "
-                    f"master {self.master} has {slots}{others}; make the session with "
-                    f'.master("local[{num_tasks + held}]"), or ask for fewer tasks'
-                )
-        if settings.get(f"{DYNAMIC}.enabled", "false") == "true":
-            most = settings.get(f"{DYNAMIC}.maxExecutors", "")
-            cores = settings.get("spark.executor.cores", "")
-            each = int(settings.get("spark.task.cpus", "1"))
-            if most.isdecimal() and cores.isdecimal():
-                slots = int(most) * (int(cores) // each)
-                if slots < num_tasks:
-                    raise ConfigError(
-                        f"{num_tasks} tasks of the cluster need as many slots, and "
-                        f"{DYNAMIC}.maxExecutors={most} with "
-                        f"spark.executor.cores={cores} and spark.task.cpus={each} "
-                        f"gives {slots} at most; raise it, or ask for fewer tasks"
-                    )
+        if not self.is_one_process:
+            return
+        slots, held = self.slots(), held_slots(self.name)
+        if slots is not None and slots < num_tasks + held:
+            others = f", of which another cluster holds {held}" if held else ""
+            raise ConfigError(
+                f"{num_tasks} tasks of the cluster need as many slots, and the "
+                f"master {self.master} has {slots}{others}; make the session with "
+                f'.master("local[{num_tasks + held}]"), or ask for fewer tasks'
+            )
 
 
 def _profile(job: str, asked: Mapping[str, Any]) -> Any:

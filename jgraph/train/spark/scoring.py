@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import numpy as np
 
-from jgraph.client.spark.slots import check_slot, is_one_process
+from jgraph.client.spark.slots import check_slot, is_local
 from jgraph.errors import ConfigError
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.serving.exported_model import ExportedModel
@@ -138,7 +138,7 @@ def _check_python(context: Any) -> None:
       ConfigError: names what it lacks, and how another is chosen.
     """
     python = str(context.pythonExec)
-    if not is_one_process(context) or python == sys.executable:
+    if not is_local(context.master) or python == sys.executable:
         return
     try:
         asked = subprocess.run(

@@ -2,11 +2,15 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
+from typing import TYPE_CHECKING
 
+import grpc
 import pytest
 
+from jgraph.client.timeline import otel
 from jgraph.client.timeline.otel import export, otlp_exporter
 from jgraph.errors import ConfigError
 from tests.support.flights import PS, WORKER, imagined_trace
@@ -17,6 +21,15 @@ memory = pytest.importorskip(
     reason="needs jgraph[otel]",
     exc_type=ImportError,
 )
+trace_service_pb2_grpc = pytest.importorskip(
+    "opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc"
+)
+if TYPE_CHECKING:
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+else:
+    trace_service_pb2 = pytest.importorskip(
+        "opentelemetry.proto.collector.trace.v1.trace_service_pb2"
+    )
 NODES = 7
 
 
@@ -65,6 +78,76 @@ def test_a_collector_gets_them_by_http() -> None:
     assert b"gradient" in body
 
 
+def test_a_collector_gets_them_by_grpc_where_the_environment_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip(
+        "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
+        reason="needs jgraph[otel-grpc]",
+        exc_type=ImportError,
+    )
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "tenant=yesterday")
+    monkeypatch.setattr(otel, "_SPANS", 150)
+    asked: list[trace_service_pb2.ExportTraceServiceRequest] = []
+    tenants: list[object] = []
+
+    class Collector:
+        def Export(  # noqa: N802  # the name of the method in the protos
+            self,
+            request: trace_service_pb2.ExportTraceServiceRequest,
+            context: grpc.ServicerContext,
+        ) -> trace_service_pb2.ExportTraceServiceResponse:
+            tenants.append(dict(context.invocation_metadata())["tenant"])
+            asked.append(request)
+            return trace_service_pb2.ExportTraceServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Collector(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        exporter = otlp_exporter(f"http://127.0.0.1:{port}")
+        count = export(imagined_trace(), exporter, steps=60)
+        exporter.shutdown()
+    finally:
+        server.stop(None).wait()
+    assert count == 20 * (3 + NODES)
+    assert tenants == ["yesterday", "yesterday"]  # no message is larger than allowed
+    spans, services = [], set()
+    for request in asked:
+        for of_task in request.resource_spans:
+            facts = {a.key: a.value.string_value for a in of_task.resource.attributes}
+            services.add((facts["service.name"], facts["service.instance.id"]))
+            spans += [span for part in of_task.scope_spans for span in part.spans]
+    assert len(spans) == count
+    assert services == {("jgraph", PS), ("jgraph", WORKER)}
+    by_id = {span.span_id: span for span in spans}
+    links = [(span, link) for span in spans for link in span.links]
+    assert links
+    for span, link in links:
+        assert span.name.startswith("recv")
+        assert by_id[link.span_id].name.startswith("send")
+
+
+def test_another_protocol_is_refused_with_what_to_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json")
+    with pytest.raises(ConfigError, match=r"by http/protobuf or grpc, not by 'http/j"):
+        otlp_exporter("http://localhost:4318")
+
+
+def test_grpc_without_its_package_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    missing = "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ConfigError, match=r"pip install 'jgraph\[otel-grpc\]'"):
+        otlp_exporter("http://localhost:4317")
+
+
 def test_what_is_no_collector_is_said_so() -> None:
     with pytest.raises(ConfigError, match="http://localhost:4318"):
         otlp_exporter("localhost:4318")
@@ -73,7 +156,7 @@ def test_what_is_no_collector_is_said_so() -> None:
 @pytest.mark.nightly
 def test_a_collector_that_is_not_there_is_said_so() -> None:
     exporter = otlp_exporter(f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(ConfigError, match="did not take 10 spans"):
+    with pytest.raises(ConfigError, match="did not take 10 of 10 spans"):
         export(imagined_trace(), exporter, steps=1)
 
 

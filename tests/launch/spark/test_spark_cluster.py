@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from jgraph.errors import ConfigError
+from jgraph.launch.spark.application import check_allocation
 from jgraph.launch.spark.cluster import SparkCluster
 from tests.support.spark_driver import (
     Facts,
@@ -22,7 +23,6 @@ from tests.support.spark_driver import (
 DYNAMIC = {
     "spark.dynamicAllocation.enabled": "true",
     "spark.dynamicAllocation.shuffleTracking.enabled": "true",
-    "spark.executor.cores": "1",
 }
 DAY = ("train", "refusals", "stop_inside")
 """In this order: the last one stops the session."""
@@ -218,8 +218,7 @@ def test_servers_end_when_the_driver_is_killed(tmp_path: Path) -> None:
 def test_missing_slots_are_named_and_two_clusters_share_an_application(
     tmp_path: Path,
 ) -> None:
-    settings = {**DYNAMIC, "spark.dynamicAllocation.maxExecutors": "2"}
-    with start(tmp_path, "local[3]", "crowded", settings=settings) as process:
+    with start(tmp_path, "local[3]", "crowded", settings=DYNAMIC) as process:
         found = facts_of(process, tmp_path)["crowded"]
     assert (
         "Spark has started 1 of 2 tasks; it has 3 slots in all within 45 s"
@@ -229,10 +228,6 @@ def test_missing_slots_are_named_and_two_clusters_share_an_application(
     assert "has 3, of which another cluster holds 2" in found["third"]
     assert found["took_s"] < 90
     assert "servers of jg.SparkCluster hold all 3" in found["no_slot"]
-    assert (
-        "spark.dynamicAllocation.maxExecutors=2 with spark.executor.cores=1"
-        in (found["few_executors"])
-    )
     assert found["sums"] == pytest.approx([2.2847824, 2.2847824])
 
 
@@ -254,16 +249,43 @@ def test_a_run_goes_on_when_executors_are_killed_and_loses_no_update(
 ) -> None:
     home = spark_home(tmp_path)
     master = "local-cluster[4,1,1024]"
-    settings = {**DYNAMIC, "spark.dynamicAllocation.executorIdleTimeout": "2s"}
-    with start(
-        tmp_path, master, "executors", spark_home=home, settings=settings
-    ) as process:
+    with start(tmp_path, master, "executors", spark_home=home) as process:
         found = facts_of(process, tmp_path)["executors"]
     assert found["lost"] == [["/job:ps/task:1"]]
     assert found["begun_anew"] == ["/job:ps/task:1", "/job:worker/task:1"]
     assert max(found["back_s"].values()) < 60
     assert found["ends_s"] < 10
     assert len(found["events"]) == 2
+
+
+@pytest.mark.bad_input_row(30)
+@pytest.mark.parametrize("said", ["true", " True"])
+def test_dynamic_allocation_is_refused_where_there_are_executors(said: str) -> None:
+    conf = pytest.importorskip("pyspark", reason="needs jgraph[spark]").SparkConf
+    settings = conf(loadDefaults=False)
+    check_allocation(settings, "yarn")
+    settings.set("spark.dynamicAllocation.enabled", said)
+    check_allocation(settings, "local[4]")  # means nothing there
+    with pytest.raises(
+        ConfigError, match=r'make the session with .config\("spark.dynamicAllocation'
+    ):
+        check_allocation(settings, "spark://host:7077")
+
+
+@pytest.mark.bad_input_row(30)
+@pytest.mark.nightly
+def test_a_session_with_dynamic_allocation_is_refused_before_anything_begins(
+    tmp_path: Path,
+) -> None:
+    home = spark_home(tmp_path)
+    master = "local-cluster[1,1,1024]"
+    with start(
+        tmp_path, master, "dynamic", spark_home=home, settings=DYNAMIC
+    ) as process:
+        found = facts_of(process, tmp_path)["dynamic"]
+    assert found["refused"].startswith("JG-124 ")
+    assert '.config("spark.dynamicAllocation.enabled", "false")' in found["refused"]
+    assert found["left"] == found["jobs"] == 0
 
 
 @pytest.mark.nightly

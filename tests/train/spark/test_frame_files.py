@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jgraph.client.spark.slots import held_slots, hold, is_one_process
+from jgraph.client.spark.slots import held_slots, hold, is_local
 from jgraph.errors import ConfigError
 from jgraph.train.spark.frame_files import _directory, check_columns
 
@@ -83,4 +83,4 @@ def test_slots_of_two_clusters_add_up_and_are_given_back() -> None:
     [("local", True), ("local[*]", True), ("local-cluster[2,1,512]", False)],
 )
 def test_a_local_master_is_one_process(master: str, expected: bool) -> None:
-    assert is_one_process(SimpleNamespace(master=master)) is expected
+    assert is_local(master) is expected
