@@ -106,7 +106,7 @@ def work_of(
             return average
         case LookupNode():
             rows = _rows_of(loaded, node.rows, values)
-            return lambda: list(store.lookup(rows, record))
+            return lambda: list(store.lookup(rows, record, peeks=node.peeks))
         case SegmentNode():
             return lambda: _compute(loaded, index, node, values, store, record, undo)
         case _:

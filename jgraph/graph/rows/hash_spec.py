@@ -41,6 +41,11 @@ class Initial:
                 "'constant', 'normal' or 'uniform'"
             )
 
+    @property
+    def mean(self) -> float:
+        """Mean of the values: what keys read that have no row and get none."""
+        return self.scale if self.kind == "constant" else 0.0
+
     def _repr_html_(self) -> str:
         return markup.data(self)
 

@@ -177,11 +177,16 @@ class RouteNode:
 @final
 @dataclass(frozen=True, slots=True)
 class LookupNode:
-    """Reads rows of variables, all at one version of the task's store."""
+    """Reads rows of variables, all at one version of the task's store.
+
+    Keys that are looked up may come into a hash table, and others go for them. If it
+    ``peeks``, nothing changes, and keys without a row have that of all others.
+    """
 
     rows: tuple[Rows, ...]
     outs: tuple[ValueId, ...]
     after: tuple[int, ...] = ()
+    peeks: bool = False
 
 
 @final

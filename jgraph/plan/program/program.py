@@ -11,6 +11,7 @@ from typing import final
 from jgraph.graph.ir import TaskName
 from jgraph.graph.rows.hash_spec import HashSpec
 from jgraph.plan.program.nodes import (
+    LookupNode,
     Node,
     RecvNode,
     Rows,
@@ -95,6 +96,19 @@ class Program:
         needed = {n.digest for n in own.nodes if isinstance(n, SegmentNode)}
         segments = tuple(code for code in self.segments if code.digest in needed)
         return replace(self, partitions=(own,), segments=segments)
+
+    def peeking(self) -> "Program":
+        """Returns the program with lookups that change no hash table."""
+
+        def node(n: Node) -> Node:
+            return replace(n, peeks=True) if isinstance(n, LookupNode) else n
+
+        return replace(
+            self,
+            partitions=tuple(
+                replace(p, nodes=tuple(map(node, p.nodes))) for p in self.partitions
+            ),
+        )
 
     def rename_task(self, old: TaskName, new: TaskName) -> "Program":
         """Returns the same program with task ``old`` called ``new`` everywhere.

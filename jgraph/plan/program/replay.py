@@ -65,7 +65,8 @@ def changes_state(partition: Partition, node: Node) -> bool:
             return bool(node.updates or node.row_updates)
         case LookupNode():  # keys come into a table, and others go
             variables = partition.variables
-            return any(variables[rows.variable].table is not None for rows in node.rows)
+            hashed = (variables[rows.variable].table is not None for rows in node.rows)
+            return not node.peeks and any(hashed)
         case _:
             return False
 

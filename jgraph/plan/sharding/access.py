@@ -82,7 +82,8 @@ class Accesses:
             return None
         number = self.unique[index[0]]
         table = self.graph.variables[self.refs[equation.invars[0]]]
-        sharding = table.sharding or Sharding(Layout(table.shape[:1]))
+        kind = "div" if table.table is None else "hash"
+        sharding = table.sharding or Sharding(Layout(table.shape[:1], kind))
         params = self.graph.equations[number].params
         rows = params["rows"] if "rows" in params else params["layout"].rows
         if sharding.axis or rows != table.shape[0]:

@@ -5306,7 +5306,7 @@ class Layout(_message.Message):
     SIZES_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"div", "mod" """
+    """"div", "mod", "hash" """
     @_builtins.property
     def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -5330,6 +5330,9 @@ class LookupNode(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     OUTS_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
+    PEEKS_FIELD_NUMBER: _builtins.int
+    peeks: _builtins.bool
+    """no key comes into a hash table, and none becomes younger"""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rows]: ...
     @_builtins.property
@@ -5342,10 +5345,11 @@ class LookupNode(_message.Message):
         rows: _abc.Iterable[Global___Rows] | None = ...,
         outs: _abc.Iterable[_builtins.int] | None = ...,
         after: _abc.Iterable[_builtins.int] | None = ...,
+        peeks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "outs", b"outs", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "outs", b"outs", "peeks", b"peeks", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -175,6 +175,10 @@ class Entry:
     def _is_viewed(self) -> bool:
         return any(ref() is not None for ref in self.views)
 
+    def peek(self, ids: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
+        """Copies rows to ``out``; to look an array up never changes it."""
+        self.rows(write=False).lookup(ids, out)
+
     def seen(self, ids: np.ndarray[Any, Any]) -> None:
         """Is told which rows are looked up; nothing follows for an array."""
 
@@ -225,6 +229,10 @@ class HashEntry:
         """Returns the table of the rows."""
         del write  # lookups copy
         return self._column
+
+    def peek(self, ids: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
+        """Copies rows to ``out``; no id comes in, and none goes."""
+        self._column.peek(ids, out)
 
     def seen(self, ids: np.ndarray[Any, Any]) -> None:
         """Lets ids that are looked up come in, and others go for them."""

@@ -117,20 +117,31 @@ class HashShard:
         """Bytes in use: rows that were ever used, and what finds them."""
         return nbytes_for(self.spec, self._index.high)
 
-    def lookup(self, keys: Keys, *, learn: bool = True) -> Array:
-        """Returns the parameter's rows of these keys.
+    def lookup(self, keys: Keys) -> Array:
+        """Returns the parameter's rows of these keys, as a step of training does.
 
         Args:
-          keys: int64[n]; equal keys count once for admission.
-          learn: unknown keys may get rows, and known ones become younger. Without, as
-            for evaluation, nothing changes and unknown keys read initial values.
+          keys: int64[n]; equal keys count once for admission. Unknown ones may get
+            rows, and known ones become younger.
 
         Returns:
           ``[n, width]``, a copy.
         """
-        if learn:
-            self.see(keys)
+        self.see(keys)
         return self.take(0, keys)
+
+    def peek(self, column: int, keys: Keys, out: Array) -> None:
+        """Copies the rows of one column to ``out``; nothing changes, and none counts.
+
+        Args:
+          column: number of the column.
+          keys: int64[n]; those without a row have the mean of what new rows are, as in
+            a model that was exported or is evaluated.
+          out: ``[n, width]``.
+        """
+        rows = self._index.find(keys)
+        self._columns[column].take(rows, axis=0, out=out, mode="clip")
+        out[rows < 0] = self.spec.columns[column].initial.mean
 
     def update(self, keys: Keys, run: Callable[..., Sequence[Any]]) -> Sequence[Any]:
         """Replaces all columns of these keys' rows by ``run(*columns)``.
@@ -331,6 +342,10 @@ class HashColumn:
     def lookup(self, ids: Keys, out: Array) -> None:
         """Copies the rows of ``ids`` to ``out``; initial values for those without."""
         self._shard.take(self._number, ids, out)
+
+    def peek(self, ids: Keys, out: Array) -> None:
+        """Copies the rows of ``ids`` to ``out``, as ``HashShard.peek`` does."""
+        self._shard.peek(self._number, ids, out)
 
     def update(self, ids: Keys, rows: Array) -> None:
         """Replaces the rows of ``ids`` that are there."""

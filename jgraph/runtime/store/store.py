@@ -112,7 +112,11 @@ class VariableStore:
             return [*views, *(entry.view() for entry in alone)]
 
     def lookup(
-        self, wanted: Sequence[RowsOf], record: RecordChange | None = None
+        self,
+        wanted: Sequence[RowsOf],
+        record: RecordChange | None = None,
+        *,
+        peeks: bool = False,
     ) -> list[np.ndarray[Any, Any]]:
         """Returns copies of rows of variables, all of one moment.
 
@@ -121,6 +125,7 @@ class VariableStore:
         Args:
           wanted: rows of variables.
           record: called before anybody else can look at these variables.
+          peeks: no key comes into a hash table for it, and none becomes younger.
 
         Raises:
           UninitializedError: a variable has no value yet.
@@ -133,8 +138,11 @@ class VariableStore:
                 count, (most, *width) = len(rows.ids), rows.type.shape
                 size = most if nearly(count, most) else count
                 out = aligned_empty(ValueType((size, *width), rows.type.dtype))
-                entry.seen(rows.ids)
-                entry.rows(write=False).lookup(rows.ids, out[:count])
+                if peeks:
+                    entry.peek(rows.ids, out[:count])
+                else:
+                    entry.seen(rows.ids)
+                    entry.rows(write=False).lookup(rows.ids, out[:count])
                 out[count:] = 0
                 found.append(out)
             if record is not None:

@@ -4,7 +4,7 @@ One program copies the model's variables, and the number of updates, from the ps
 variables on the evaluator. All that one ps holds is read at one moment, and no worker
 waits for it. The evaluator then runs its own loop over the data. Tables of which the
 evaluation only looks up rows are not copied: their rows come from the ps as they are
-when they are looked up.
+when they are looked up. A hash table does not change by that.
 
 Source: tensorflow/python/distribute/sidecar_evaluator.py, which reads checkpoints.
 """
@@ -186,7 +186,7 @@ class EvaluatorTask:
         check_metrics(dict(zip(names, avals, strict=True)))
         plan = plan_on(self._cluster, graph, self._task)
         feeds = tuple(feed.name for feed in graph.feeds[:fields])
-        return _EvalStep(plan.program, feeds, names, copy_names)
+        return _EvalStep(plan.program.peeking(), feeds, names, copy_names)
 
     def _compute(self, params: Any, state: Any, batch: Any, _: Any) -> dict[str, Any]:
         evaluate = self._step.adapter.evaluate

@@ -186,6 +186,4 @@ def state_of(table: TrainedTable, values: Mapping[str, Any]) -> State:
 
 def _of_others(column: Column) -> np.ndarray[Any, Any]:
     """Returns the row that keys without one read: the mean of what new rows are."""
-    initial = column.initial
-    mean = initial.scale if initial.kind == "constant" else 0.0
-    return np.full((1, column.width), mean, np_dtype(column))
+    return np.full((1, column.width), column.initial.mean, np_dtype(column))

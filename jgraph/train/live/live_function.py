@@ -17,12 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgraph import _compat
 from jgraph.clock import Clock
 from jgraph.cluster import event_loop
 from jgraph.coordination.serving.batching import Limits
 from jgraph.coordination.serving.lookup_share import LookupShare
 from jgraph.errors import ArtifactError, JGError, RowIdError, TaskLostError
+from jgraph.graph.rows.hash_keys import NO_KEY, join_keys
 from jgraph.graph.rows.rows import NO_ID, id_text
+from jgraph.graph.tracing.inline import inline_calls
 from jgraph.serving.answering import Answered
 from jgraph.serving.signature import Array, Signature, TensorSpec, check_dtype
 from jgraph.train.live.parameters import DenseCopy, Parameters
@@ -30,7 +33,7 @@ from jgraph.train.live.table_rows import TableRows
 from jgraph.train.model.adapters import Adapter
 from jgraph.train.model.served import Example, called, names_after_first, outputs_of
 from jgraph.train.step.train_step import TrainStep
-from jgraph.train.tables.ids import usable_ids
+from jgraph.train.tables.ids import Ids, usable_ids
 from jgraph.train.tables.row_tables import RowTable, RowTables, find_row_tables
 
 OnLoss: TypeAlias = Literal["stale", "error"]
@@ -47,7 +50,8 @@ class _Code:
 
     Attributes:
       tables: those that are looked up.
-      ids: of (inputs): the ids of each table, int32[n].
+      ids: of (inputs): the ids of each table, int32[n]; of a hash table its keys,
+        uint32[n, 2].
       outputs: of (dense parameters, rows, positions, inputs).
       took_s: how long the last ``outputs`` was.
     """
@@ -74,12 +78,21 @@ class _Ids:
     bad: Array
 
     @classmethod
-    def of(cls, ids: Array, rows: int) -> "_Ids":
-        here = (ids >= 0) & (ids < rows)
+    def of(cls, ids: Array, table: RowTable) -> "_Ids":
+        """Returns what ``_numbers`` gives, put in order."""
+        if table.hashed:
+            here, is_none = ids != NO_KEY, ids == NO_KEY
+        else:
+            here, is_none = (ids >= 0) & (ids < table.rows), ids == NO_ID
         unique, places = np.unique(ids[here], return_inverse=True)
         positions = np.full(len(ids), len(ids), np.int32)
         positions[here] = places
-        return cls(unique, positions, np.unique(ids[~here & (ids != NO_ID)]))
+        return cls(unique, positions, np.unique(ids[~here & ~is_none]))
+
+
+def _numbers(ids: Any, table: RowTable) -> Array:
+    """Returns ids of a table as numbers: int32[n], of a hash table int64[n]."""
+    return join_keys(ids) if table.hashed else np.asarray(ids)
 
 
 @final
@@ -119,7 +132,28 @@ class ModelCall:
         self._output_names: list[str] = []
         self.tables = {t.name: t for t in self.row_tables(1).tables}
         """Parameters of which it looks rows up, for a batch of one row."""
+        needed = self._needed()
+        self.dense = [n for n in self.names if n in needed and n not in self.tables]
+        """Variables of which it takes the whole value."""
+        hashed = {v.name for v in step.variables if v.spec.table is not None}
+        if whole := sorted(hashed.intersection(self.dense)):
+            raise ArtifactError(
+                f"{whole[0]} is a hash table, of which rows can only be looked up by "
+                "keys from the batch, and the function uses it otherwise; look rows up "
+                "by table(ids), outside of loops"
+            )
         self.signature = self._signature()
+
+    def _needed(self) -> set[str]:
+        """Returns the names of the variables that outputs depend on."""
+        batch = self.example.passed(self.avals(1))
+        leaves, tree = jax.tree.flatten((*self._model, batch, ()))
+        jaxpr, consts, _ = _compat.make_jaxpr(
+            lambda *flat: self(*jax.tree.unflatten(tree, flat)), *leaves
+        )
+        flat = inline_calls(jaxpr, consts).jaxpr
+        _, inputs = Ids(flat, len(self.names)).inputs(flat.outvars)
+        return {self.names[n] for n in inputs if n < len(self.names)}
 
     def row_type(self, table: RowTable) -> tuple[tuple[int, ...], Any]:
         """Returns shape and dtype of a row."""
@@ -157,7 +191,11 @@ class ModelCall:
         return [
             jnp.concatenate(
                 [
-                    usable_ids(ids, table.rows, lookup.mode, of_bags=lookup.of_bags)
+                    ids.reshape(-1, 2)
+                    if table.hashed
+                    else usable_ids(
+                        ids, table.rows, lookup.mode, of_bags=lookup.of_bags
+                    )
                     for ids, lookup in zip(lookups, table.lookups, strict=True)
                 ]
             )
@@ -174,8 +212,12 @@ class ModelCall:
     ) -> list[Any]:
         """Returns the outputs; traced."""
         by_name = {t.name: r for t, r in zip(tables.tables, rows, strict=True)}
-        others = iter(dense)
-        values = [by_name[n] if n in by_name else next(others) for n in self.names]
+        by_name |= zip(self.dense, dense, strict=True)
+        avals = jax.tree.leaves(self._model)
+        values = [
+            by_name[name] if name in by_name else jnp.zeros(aval.shape, aval.dtype)
+            for name, aval in zip(self.names, avals, strict=True)
+        ]
         params, state = jax.tree.unflatten(jax.tree.structure(self._model), values)
         call = tables.loss(positions)
         result: list[Any] = call(params, state, self.example.passed(inputs), ())
@@ -251,7 +293,7 @@ class LiveFunction:
         self._clock = clock
         self._codes: dict[int, _Code] = {}
         self._compiling = threading.Lock()
-        self._dense = [name for name in call.names if name not in call.tables]
+        self._dense = call.dense
 
     @property
     def problem(self) -> JGError | None:
@@ -349,7 +391,7 @@ class LiveFunction:
         if code.ids is None:
             return []
         return [
-            _Ids.of(np.asarray(ids), table.rows)
+            _Ids.of(_numbers(ids, table), table)
             for table, ids in zip(code.tables, code.ids(*inputs), strict=True)
         ]
 
@@ -418,18 +460,22 @@ class LiveFunction:
             missing = one.unique[~rows[table.name].is_there]
             if len(missing):
                 refused |= dict.fromkeys(
-                    self._with_ids(place, missing, inputs), self._missing(table)
+                    self._with_ids(place, table, missing, inputs), self._missing(table)
                 )
             if len(one.bad):
                 error = RowIdError(
                     f"{table.feature} has the id {id_text(int(one.bad[0]))}, and the "
                     f"table has the rows 0 to {table.rows - 1}; send ids that it has"
                 )
-                refused |= dict.fromkeys(self._with_ids(place, one.bad, inputs), error)
+                refused |= dict.fromkeys(
+                    self._with_ids(place, table, one.bad, inputs), error
+                )
         return refused
 
-    def _with_ids(self, place: int, ids: Array, inputs: Sequence[Array]) -> list[int]:
-        """Returns the rows of a batch that look one of these ids up."""
+    def _with_ids(
+        self, place: int, table: RowTable, ids: Array, inputs: Sequence[Array]
+    ) -> list[int]:
+        """Returns the rows of a batch that look one of these ids of a table up."""
         count = self._count(inputs)
         if count == 1:
             return [0]
@@ -437,8 +483,8 @@ class LiveFunction:
         found = []
         for row in range(count):
             assert code.ids is not None  # there are tables
-            mine = np.asarray(code.ids(*(one[row : row + 1] for one in inputs))[place])
-            if np.isin(mine, ids).any():
+            mine = code.ids(*(one[row : row + 1] for one in inputs))[place]
+            if np.isin(_numbers(mine, table), ids).any():
                 found.append(row)
         return found or list(range(count))
 
@@ -466,5 +512,6 @@ def counts_for(call: ModelCall, limits: Limits) -> dict[str, tuple[int, ...]]:
     found: dict[str, list[int]] = {name: [] for name in call.tables}
     for rows in chosen:
         for table in call.row_tables(rows).tables:
-            found[table.name].append(min(table.count, table.rows))
+            most = table.count if table.hashed else min(table.count, table.rows)
+            found[table.name].append(most)
     return {name: tuple(counts) for name, counts in found.items()}

@@ -279,12 +279,6 @@ def serve_live(
     """
     check_model_name(name)
     share = LookupShare(options.max_share)
-    if step.adapter.tables:
-        raise ArtifactError(
-            f"the model has the hash table {step.adapter.tables[0].rows}, whose rows "
-            "are found by keys on parameter servers; live serving looks up rows of "
-            "plain tables only: serve a function fn= that does not use it"
-        )
     clock, batch = SystemClock(), Example.of(example, batch="b")
     threads = ThreadPoolExecutor(2, "jgraph-live")
     with show_wait(f"tracing and compiling {name} to be served"):
@@ -349,7 +343,7 @@ def _parameters(
     by_name: dict[str, Variable] = {v.name: v for v in step.variables}
     counts = counts_for(call, model.limits)
     tables = {n: LiveTable(by_name[n], counts[n]) for n in call.tables}
-    dense = [by_name[n] for n in call.names if n not in tables]
+    dense = [by_name[name] for name in call.dense]
     rows = options.cache_rows if options.on_loss == "stale" else 0
     count = by_name["global_step"]
     return RemoteParameters(cluster, dense, count, tables, rows, threads, clock)

@@ -25,6 +25,7 @@ from jgraph.clock import Clock
 from jgraph.cluster.deadlines import bulk_timeout_s
 from jgraph.errors import ClusterBusyError, JGError, OverloadedError
 from jgraph.graph.ir import TaskName, VariableKey
+from jgraph.graph.rows.rows import unique_rows
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.placement.spread import nbytes_of
@@ -33,7 +34,6 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.train.live.table_rows import (
     LiveTable,
-    RowCache,
     TableRows,
     split_ids,
 )
@@ -191,12 +191,7 @@ class RemoteParameters:
         self._holds_copies = False
         self._copy: DenseCopy | None = None
         self._caches = {
-            name: RowCache(
-                table.variable.shape[0],
-                cache_rows,
-                tuple(table.variable.shape[1:]),
-                np.dtype(table.variable.dtype),
-            )
+            name: table.cache(cache_rows)
             for name, table in tables.items()
             if cache_rows
         }
@@ -217,12 +212,13 @@ class RemoteParameters:
 
     def _found(self) -> dict[TaskName, _Server]:
         """Returns who has what, and the programs that ask for it."""
-        variables = [*self._dense, *(t.variable for t in self._tables.values())]
-        tasks = self._session.variable_tasks(variables)
+        arrays = [t.variable for t in self._tables.values() if not t.is_hashed]
+        tasks = self._session.variable_tasks([*self._dense, *arrays])
         servers: dict[TaskName, _Server] = {}
 
         def at(shard: Variable) -> _Server:
-            task = tasks[shard.spec.key]
+            # A shard of a hash table may be made by whoever looks it up first.
+            task = tasks.get(shard.spec.key) or TaskName(str(shard.device.task_name))
             return servers.setdefault(task, _Server(task))
 
         for variable in self._dense:
@@ -281,16 +277,26 @@ class RemoteParameters:
         )
 
     def _lookup(self, server: _Server, size: int) -> Program:
+        """Returns what looks rows up there; it changes nothing, of hash tables too."""
         shards = [shard for _, _, shard in server.shards]
-        ids = [
-            jax.ShapeDtypeStruct((self._tables[name].counts[size],), jnp.int32)
-            for name, _, _ in server.shards
+        tables = [self._tables[name] for name, _, _ in server.shards]
+        wanted = [
+            jax.ShapeDtypeStruct((table.counts[size], 2), jnp.uint32)
+            if table.is_hashed
+            else jax.ShapeDtypeStruct((table.counts[size],), jnp.int32)
+            for table in tables
         ]
 
-        def lookup(*ids: Any) -> list[Any]:
+        def lookup(*wanted: Any) -> list[Any]:
+            ids = [
+                unique_rows(one, rows=1, feature=table.variable.name)[0]
+                if table.is_hashed
+                else one
+                for table, one in zip(tables, wanted, strict=True)
+            ]
             return [s[i] for s, i in zip(shards, ids, strict=True)]
 
-        return self._program(server, "serve_rows", lookup, shards, *ids)
+        return self._program(server, "serve_rows", lookup, shards, *wanted).peeking()
 
     def _register(self, server: _Server) -> None:
         """Gives a server its programs; it may have been started again."""
@@ -435,9 +441,7 @@ class RemoteParameters:
             count = self._tables[name].counts[size]
             of_part = slice(part * count, (part + 1) * count)
             positions, rows = (one[of_part] for one in places[name][number])
-            local = np.full(count, shard.shape[0], np.int32)
-            local[: len(rows)] = rows
-            arrays.append(local)
+            arrays.append(self._tables[name].asked(rows, shard, count))
             where.append(positions)
         results = await self._run(server, handle, arrays, LOOKUP_S)
         for (name, _, _), positions, rows in zip(

@@ -5,11 +5,11 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
+from jgraph.graph.rows.hash_keys import NO_KEY, hash_keys, padded_pairs, shard_of
 from jgraph.graph.rows.rows import Layout
 from jgraph.graph.variable import Variable
 
 Array: TypeAlias = np.ndarray[Any, Any]
-_NONE = -1
 
 
 @final
@@ -26,6 +26,11 @@ class LiveTable:
     counts: tuple[int, ...]
 
     @property
+    def is_hashed(self) -> bool:
+        """Whether it is a hash table: ids are then its keys, int64."""
+        return self.variable.spec.table is not None
+
+    @property
     def layout(self) -> Layout:
         """How its rows lie on parameter servers."""
         sharding = self.variable.spec.sharding
@@ -38,6 +43,20 @@ class LiveTable:
         """Whether its shards have whole rows."""
         sharding = self.variable.spec.sharding
         return sharding is None or sharding.axis == 0
+
+    def asked(self, rows: Array, shard: Variable, count: int) -> Array:
+        """Returns rows of a shard, or keys, as a lookup of ``count`` takes them."""
+        if self.is_hashed:
+            return padded_pairs(rows, count)
+        padded = np.full(count, shard.shape[0], np.int32)
+        padded[: len(rows)] = rows
+        return padded
+
+    def cache(self, places: int) -> "RowCache":
+        """Returns an empty cache of its rows."""
+        count = None if self.is_hashed else self.variable.shape[0]
+        shape = tuple(self.variable.shape[1:])
+        return RowCache(count, places, shape, np.dtype(self.variable.dtype))
 
 
 @final
@@ -61,7 +80,8 @@ class RowCache:
     """Rows of one table by id; of two ids of one place the newer stays.
 
     Args:
-      rows: of the table; a table that has no more than ``places`` is held whole.
+      rows: of the table; a table that has no more than ``places`` is held whole. None:
+        ids are keys of a hash table.
       places: rows that are held at most.
       shape: of a row.
       dtype: of a row.
@@ -75,30 +95,41 @@ class RowCache:
     """
 
     def __init__(
-        self, rows: int, places: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+        self,
+        rows: int | None,
+        places: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
     ) -> None:
-        self._places = max(1, min(rows, places))
-        self._ids = np.full(self._places, _NONE, np.int64)
+        self._hashes = rows is None
+        self._places = max(1, places if rows is None else min(rows, places))
+        self._ids = np.full(self._places, NO_KEY, np.int64)
         self._rows = np.zeros((self._places, *shape), dtype)
 
     def put(self, ids: Array, rows: Array) -> None:
         """Takes the rows of ids, int[n], each of which is there once."""
-        places = ids % self._places
+        places = self._places_of(ids)
         self._ids[places] = ids
         self._rows[places] = rows
         # Of ids of one place numpy writes one, and the same one both times.
 
     def get(self, ids: Array) -> tuple[Array, Array]:
         """Returns ``[n, …]`` rows, and which of them are those of their ids."""
-        places = ids % self._places
+        places = self._places_of(ids)
         found: Array = self._ids[places] == ids
         rows: Array = self._rows[places]
         rows[~found] = 0
         return rows, found
 
+    def _places_of(self, ids: Array) -> Array:
+        if not self._hashes:
+            return ids % self._places
+        # Keys may be multiples of anything, and negative.
+        return (hash_keys(ids) % np.uint64(self._places)).astype(np.int64)
+
 
 def split_ids(layout: Layout, ids: Array) -> list[tuple[Array, Array]]:
-    """Returns, for each shard, the positions of its ids, and its rows.
+    """Returns, for each shard, the positions of its ids, and its rows or keys.
 
     Example:
       >>> parts = split_ids(Layout((3, 2)), np.array([1, 4]))
@@ -107,7 +138,9 @@ def split_ids(layout: Layout, ids: Array) -> list[tuple[Array, Array]]:
       >>> split_ids(Layout((3, 2), "mod"), np.array([1, 4]))[0]
       (array([1]), array([2]))
     """
-    if layout.kind == "mod":
+    if layout.kind == "hash":
+        shard, rows = shard_of(ids, layout.shards), ids
+    elif layout.kind == "mod":
         shard, rows = ids % layout.shards, ids // layout.shards
     else:
         ends = np.cumsum(layout.sizes)

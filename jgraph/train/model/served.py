@@ -189,8 +189,8 @@ def check_no_tables(tables: Sequence[str]) -> None:
     if tables:
         raise ArtifactError(
             f"the model has the hash table {tables[0]:.80}, whose rows are found by "
-            "keys on parameter servers; such a model cannot be exported: export a "
-            "function of dense parameters"
+            "keys on parameter servers; such a model cannot be exported: serve it with "
+            "run.serve(…), or export a function of dense parameters"
         )
 
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -147,16 +148,21 @@ def test_rows_over_their_time_to_live_expire() -> None:
     assert shard.counts.expired == 1
 
 
-def test_looking_without_learning_changes_nothing() -> None:
+def test_a_peek_changes_nothing_and_unknown_keys_read_the_mean_of_new_rows() -> None:
     shard = shard_for(10, admission=Admission(sightings=2), eviction="lfu")
     shard.lookup(ints(1))
     before = shard.lookup(ints(1))
+    state, counts = shard.state(), replace(shard.counts)
     for _ in range(5):
-        seen = shard.lookup(ints(1, 2), learn=False)
-        np.testing.assert_array_equal(seen[:1], before)
-    shard.lookup(ints(2))
+        out = np.empty((2, 3), np.float32)
+        shard.peek(0, ints(1, 2), out)
+        np.testing.assert_array_equal(out[:1], before)
+        assert out[1].tolist() == [0, 0, 0]
+    assert shard.counts == counts
+    for name, values in shard.state().items():
+        np.testing.assert_array_equal(values, state[name])
+    shard.lookup(ints(2))  # its first sight
     assert keys_in(shard) == [1]
-    assert shard.state()["uses"].tolist() == [1]
 
 
 def test_key_that_is_not_admitted_reads_what_it_will_start_with() -> None:

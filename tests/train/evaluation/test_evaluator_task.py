@@ -13,8 +13,10 @@ from flax import nnx
 
 from jgraph.client.cluster import Cluster, connect
 from jgraph.errors import ConfigError, DataError, TaskLostError
+from jgraph.graph.rows.hash_spec import Initial
 from jgraph.train.data.source import Source
 from jgraph.train.evaluation.evaluations import Evaluation, Evaluations
+from jgraph.train.hash_tables.hash_table import HashTable
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
@@ -145,6 +147,37 @@ def test_tables_are_looked_up_by_rows_and_not_copied(
 
 def square_loss(model: Any, batch: Any) -> Any:
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+class Keys(nnx.Module):
+    """A hash table whose new rows are far from the mean of new rows."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        initial = Initial("normal", 3.0, seed=1)
+        self.ads = HashTable(4, 1 << 20, initializer=initial)
+        self.out = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, batch: Any) -> Any:
+        return self.out(self.ads(batch["ad"]))[:, 0]
+
+
+def test_an_evaluation_brings_no_key_into_a_hash_table(cluster: Cluster) -> None:
+    def batch(first: int, count: int) -> dict[str, Any]:
+        return {"ad": np.arange(first, first + count, dtype=np.int32)}
+
+    trainer = Trainer(
+        Keys(rngs=nnx.Rngs(0)),
+        lambda model, x: (model(x) ** 2).mean(),
+        optax.adagrad(0.1),
+        cluster=cluster,
+    )
+    eval_data = batch(32, 64)  # half of its keys are never trained
+    options: dict[str, Any] = {"steps": 4, "batch_size": 16, "eval_data": eval_data}
+    run = trainer.fit(batch(0, 64), progress=False, **options)
+    assert_like_here(trainer, run, eval_data)
+    events = run.events()
+    assert sum(event.admitted for event in events) == 64
+    trainer.close()
 
 
 @pytest.mark.parametrize("has_evaluator", [True, False])
