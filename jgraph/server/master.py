@@ -307,7 +307,7 @@ class Master:
         task = TaskName(order.task)
         reports = self._relay(task, request)
         if watched:
-            reports = self.dealers.get(order.data_run).watch(order.loop, reports)
+            reports = self.dealers.get(order.data_run).watch(order.loop, task, reports)
         steps, batch = order.steps, order.batch_size
         what = f"{steps} steps" + (f", batches of {batch}" if batch else "")
         with self._runs_seen.loop(order.run or order.loop, what):

@@ -69,6 +69,17 @@ class WorkerEnded:
 
 @final
 @dataclass(frozen=True, slots=True)
+class LinkLost:
+    """A worker lives and ended its loop, as another task is gone or not reached.
+
+    What it held may be under way still, and is dealt again; it ended nobody.
+    """
+
+    worker: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class WaitEnded:
     """An idle worker waits no longer for its answer; it may ask again."""
 
@@ -82,7 +93,7 @@ class TimePassed:
 
 
 Event: TypeAlias = (
-    Asked | Progressed | WorkerLost | WorkerEnded | WaitEnded | TimePassed
+    Asked | Progressed | WorkerLost | WorkerEnded | LinkLost | WaitEnded | TimePassed
 )
 
 
@@ -204,8 +215,10 @@ class Dispatch:
             case WorkerLost(name):
                 return [*self._lose(name), *self._answer_waiting()]
             case WorkerEnded(name):
-                for place in self._forget(name):
-                    self._book.give_back(place)
+                self._give_back(name)
+                return self._answer_waiting()
+            case LinkLost(name):
+                self._book.again += self._give_back(name)
                 return self._answer_waiting()
             case WaitEnded(name):
                 self._waiting.pop(name, None)
@@ -260,6 +273,12 @@ class Dispatch:
             return []
         self._failed = True
         return [Fail(error)]
+
+    def _give_back(self, name: str) -> int:
+        held = self._forget(name)
+        for place in held:
+            self._book.give_back(place)
+        return len(held)
 
     def _forget(self, name: str) -> Collection[int]:
         """Forgets a worker, which must not come back; returns what it held."""

@@ -18,6 +18,7 @@ from jgraph.coordination.data.dispatch import (
     Event,
     Expel,
     Fail,
+    LinkLost,
     Over,
     Progressed,
     TimePassed,
@@ -29,6 +30,7 @@ from jgraph.coordination.data.slots import SlotPlan
 from jgraph.coordination.run.loop_outcome import BATCH_ERRORS
 from jgraph.errors import ConfigError, JGError
 from jgraph.failpoints import failpoint
+from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of
 from jgraph.rpc.transport import Frame
@@ -99,9 +101,14 @@ class Dealer:
                 self._handle(WaitEnded(loop))
 
     async def watch(
-        self, loop: str, reports: AsyncIterator[Frame]
+        self, loop: str, task: TaskName, reports: AsyncIterator[Frame]
     ) -> AsyncIterator[Frame]:
         """Passes a loop's reports on and learns from them what is done.
+
+        Args:
+          loop: which.
+          task: runs it.
+          reports: from there.
 
         Raises:
           JGError: the loop's own error, or what ends it from here.
@@ -117,6 +124,8 @@ class Dealer:
         except JGError as error:
             if isinstance(error, BATCH_ERRORS):
                 event = WorkerEnded(loop)  # it lives, and its batches ended nobody
+            elif error.details.get("task", task) != task:
+                event = LinkLost(loop)
             self._over(loop, end, event)
             if self._error is None or self._error is error:
                 raise

@@ -10,6 +10,7 @@ from jgraph.coordination.data.dispatch import (
     Event,
     Expel,
     Fail,
+    LinkLost,
     Over,
     Progressed,
     TimePassed,
@@ -97,9 +98,16 @@ class Master:
                 wait = partial(self.wait_ended, loop, number)
                 self.world.sim.later(ANSWER_S, wait)
             return
-        done, told, state, lost = rest
+        self.hear(loop, src, *rest)
+
+    def hear(
+        self, loop: str, task: TaskName, done: int, told: Any, state: str, lost: str
+    ) -> None:
+        """Takes a report of a loop."""
         self.handle(Progressed(loop, done))
-        if state not in ("running", "failed"):
+        if state == "failed" and lost not in ("", task):
+            self.handle(LinkLost(loop))
+        elif state not in ("running", "failed"):
             self.handle(WorkerEnded(loop))
         if self.is_heard:
             self.world.reported(loop, told, state, lost)

@@ -569,5 +569,7 @@ class RunPeers:
         request = frame(run_loop=order)
         reports = self.stream(TaskName(order.task), "RunLoop", request)
         if watched:
-            return self.dealers.get(order.data_run).watch(order.loop, reports)
+            return self.dealers.get(order.data_run).watch(
+                order.loop, TaskName(order.task), reports
+            )
         return reports
