@@ -43,6 +43,7 @@ __all__ = [
     "Literal",
     "Primitive",
     "Var",
+    "add_cpu_platform",
     "array_type",
     "build_jaxpr",
     "call_body",
@@ -373,6 +374,17 @@ def no_locations() -> AbstractContextManager[Any]:
     """
     manager: AbstractContextManager[Any] = traceback_in_locations_limit(0)
     return manager
+
+
+def add_cpu_platform() -> None:
+    """Has JAX open its CPU beside the accelerators that ``JAX_PLATFORMS`` names.
+
+    Without effect once JAX has opened its devices.
+    """
+    config: Any = jax.config
+    named = config.jax_platforms
+    if named and "cpu" not in named.split(","):
+        config.update("jax_platforms", f"{named},cpu")
 
 
 def is_wide(dtype: Any) -> bool:

@@ -20,6 +20,7 @@ from flax import nnx
 
 import jgraph as jg
 from jgraph.errors import JGError
+from jgraph.graph.ir import TaskName
 from tests.support.layers import batches, layer, params_of, squares
 from tests.support.models import NnxMLP, data, nnx_loss
 
@@ -34,7 +35,7 @@ pytestmark = [
 
 STEPS, ROWS = 20, 64
 SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-WORKER = "/job:worker/task:0"
+WORKER, SECOND = TaskName("/job:worker/task:0"), TaskName("/job:worker/task:1")
 
 
 @pytest.fixture(scope="module")
@@ -248,3 +249,26 @@ def test_a_worker_told_cuda_alone_looks_up_rows_that_it_holds() -> None:
         there = trained(alone, jg.AsyncPS(), Items(nnx.Rngs(0)), items_loss, clicks())
     here = trained(None, None, Items(nnx.Rngs(0)), items_loss, clicks())
     assert_close(there, here)
+
+
+@pytest.mark.parametrize("kind", [jg.AsyncPS, jg.SyncPS])
+def test_workers_with_and_without_accelerator_share_a_run(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with jg.LocalCluster(ps=1, workers=1, env=SHARED, elastic=True) as cluster:
+        monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+        cluster.scale(workers=2)
+        platforms = {s.task: s.platform for s in cluster.status().tasks}
+        assert platforms[WORKER] != platforms[SECOND] == "cpu"
+        trainer = jg.Trainer(
+            Items(nnx.Rngs(0)),
+            items_loss,
+            optax.adam(1e-2),
+            cluster=cluster,
+            strategy=kind(),
+        )
+        with trainer:
+            run = trainer.fit(clicks(), steps=STEPS, batch_size=8, progress=False)
+            shares = {m.task: m.share for m in run.members()}
+            assert set(shares) == {WORKER, SECOND}
+            assert min(shares.values()) > 0

@@ -10,6 +10,7 @@ from typing import Any, Self, final
 
 import jax
 
+from jgraph._compat import add_cpu_platform
 from jgraph.clock import BootClock, SystemClock
 from jgraph.cluster import event_loop
 from jgraph.cluster.in_process import add_service, remove_service
@@ -460,6 +461,7 @@ def _check_bind(bind: str) -> None:
 
 def _open_devices(task: TaskName) -> None:
     # At the start, so that a missing driver is not found in the middle of a run.
+    add_cpu_platform()  # on which rows of tables are looked up
     try:
         jax.devices()
     except RuntimeError as error:

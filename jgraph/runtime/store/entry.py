@@ -23,7 +23,9 @@ from jgraph.runtime.store.tables import (
     ArrayTable,
     PackedTable,
     Table,
+    cpu_device,
     elements,
+    moved,
     on_cpu,
     table_of,
 )
@@ -158,7 +160,7 @@ class Entry:
             self.put_alone(jax.device_put(self.value, layout), layout)
         if self.device is None:
             return self.value
-        return jax.device_put(self.value, self.device)
+        return moved(self.value, self.device)
 
     def memory(self) -> np.ndarray[Any, Any] | None:
         """Returns the elements, to be replaced where they are; None: they must not be.
@@ -194,8 +196,7 @@ class Entry:
             self._value, self.views = jnp.array(self.value, copy=True), []
         if not on_cpu(self.value):
             (self.device,) = self.value.devices()
-            cpu = jax.local_devices(backend="cpu")[0]
-            self._value = jax.device_put(self.value, cpu)
+            self._value = moved(self.value, cpu_device())
         if self.table is None or self.table.value is not self.value:
             self.table = table_of(self.value)
         table: Table = self.table

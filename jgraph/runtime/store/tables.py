@@ -3,13 +3,15 @@
 import ctypes
 import math
 import sys
+from contextlib import nullcontext
 from typing import Any, Final, Protocol, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgraph.errors import MalformedMessageError
+from jgraph._compat import is_wide, wide_types
+from jgraph.errors import ConfigError, MalformedMessageError
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -180,6 +182,33 @@ def _as_elements(table: Array, row: np.dtype[Any]) -> Array:
 def on_cpu(value: jax.Array) -> bool:
     """Whether a CPU holds the array."""
     return all(device.platform == "cpu" for device in value.devices())
+
+
+def cpu_device() -> jax.Device:
+    """Returns the device on which rows are looked up and updated.
+
+    Raises:
+      ConfigError: JAX has not opened it in this process.
+    """
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        platform = jax.default_backend()
+        raise ConfigError(
+            "rows of a variable are looked up and updated on the CPU, which JAX has "
+            f"not opened here; set JAX_PLATFORMS={platform},cpu"
+        ) from error
+
+
+def moved(value: jax.Array, device: jax.Device) -> jax.Array:
+    """Returns a copy of an array on a device of another kind, all of it.
+
+    By way of numpy: of 64-bit numbers and of those that share a byte, JAX hands over
+    memory of another size than the copy's type says.
+    """
+    with wide_types() if is_wide(value.dtype) else nullcontext():
+        copy: jax.Array = jax.device_put(np.array(value), device)
+        return copy.block_until_ready()
 
 
 def _memory(value: jax.Array) -> Array:

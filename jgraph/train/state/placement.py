@@ -1,7 +1,7 @@
 """Placement of a Trainer's steps on tasks, and names of containers."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jgraph.client.cluster import Cluster
 from jgraph.graph.device import DeviceSpec
@@ -28,18 +28,44 @@ def plan_on(
       ps: that there are, though they need not be there yet.
     """
     tasks = cluster.tasks()
+    tasks += [task for task in ps if task not in tasks]
     return plan(
         graph,
-        tasks=[*tasks, *(task for task in ps if task not in tasks)],
+        tasks=tasks,
         driver=driver,
         default=DeviceSpec.from_string(driver),
-        platforms=cluster.platforms,
+        platforms=platforms_of_jobs(tasks, cluster.platforms),
         variable_tasks={
             v.key: driver
             for v in graph.variables
             if own is not None and v.name.startswith(own)
         },
     )
+
+
+def platforms_of_jobs(
+    tasks: Sequence[TaskName], platforms: Mapping[TaskName, tuple[str, ...]]
+) -> dict[TaskName, tuple[str, ...]]:
+    """Returns for each task the kinds of device that its job has.
+
+    A program of one task serves every other task of its job under another name, and
+    those that join the job later.
+
+    Example:
+      >>> a, b = TaskName("/job:worker/task:0"), TaskName("/job:worker/task:1")
+      >>> platforms_of_jobs([a, b], {a: ("cpu",)})[b]
+      ('cpu',)
+      >>> platforms_of_jobs([a, b], {a: ("cpu",), b: ("cuda",)})[a]
+      ('cpu', 'cuda')
+    """
+    of_jobs: dict[str, set[str]] = {}
+    for task, kinds in platforms.items():
+        of_jobs.setdefault(_job(task), set()).update(kinds)
+    return {t: tuple(sorted(of_jobs[_job(t)])) for t in tasks if _job(t) in of_jobs}
+
+
+def _job(task: TaskName) -> str:
+    return task.partition("/task:")[0]
 
 
 def new_container() -> str:
