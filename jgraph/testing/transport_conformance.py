@@ -530,7 +530,9 @@ CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
     {
         name: check
         for name, check in list(globals().items())
-        if inspect.iscoroutinefunction(check) and check.__module__ == __name__
+        if inspect.isfunction(check)
+        and inspect.iscoroutinefunction(check)
+        and check.__module__ == __name__
     }
 )
 """Every coroutine function of this module by its name, in their order."""
