@@ -67,15 +67,22 @@ class LoopPeers(Peers, Protocol):
         """Runs a loop on its task; yields its reports."""
 
 
-async def ready_tasks(peers: Peers) -> dict[TaskName, str]:
-    """Returns which start answers of each task that takes new work."""
+async def ready_tasks(
+    peers: Peers, leavers: Collection[TaskName] = ()
+) -> dict[TaskName, str]:
+    """Returns which start answers of each task that takes new work.
+
+    Args:
+      peers: to the tasks.
+      leavers: those that may have been told to end.
+    """
     processes: dict[TaskName, str] = {}
 
     async def ask(task: TaskName) -> None:
         with suppress(JGError):
             reply = await peers.call(task, "TaskStatus", _NO_QUESTION)
             status: pb.TaskStatus = body_of(reply)
-            if status.task == task and status.state == "ready":
+            if status.task == task and (status.state == "ready" or task in leavers):
                 processes[task] = f"{status.incarnation:x}"
 
     await asyncio.gather(*map(ask, peers.tasks()))

@@ -32,7 +32,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.server.runs.copies import RunCopies
 from jgraph.server.runs.journal import Journal
-from jgraph.server.runs.peers import Peers, check_master, ready_tasks
+from jgraph.server.runs.peers import LoopPeers, check_master, ready_tasks
 from jgraph.server.runs.ps_setup import PsSetup, first_step_of, version_of
 from jgraph.server.runs.run_client import Restarters, RunClient
 from jgraph.server.runs.saving.checkpointer import Saved
@@ -88,7 +88,7 @@ class Rollback:
     """
 
     order: pb.OpenRun
-    peers: Peers
+    peers: LoopPeers
     workers: WorkerSetup
     ps: PsSetup
     copies: RunCopies
@@ -202,7 +202,7 @@ class Rollback:
             return None if source is None else await source.newest()
 
     async def _lost(self, error: JGError, known: Known) -> tuple[TaskName, ...]:
-        ready = await ready_tasks(self.peers)
+        ready = await self._ready()
         lost = [t for t in self.ps.tasks if t in known and ready.get(t) != known[t]]
         named = map(str, error.details.get("tasks", [error.details.get("task", "")]))
         return tuple(lost) or tuple(TaskName(task) for task in named if task)
@@ -219,7 +219,7 @@ class Rollback:
             if self.is_stopped() and not stopped:
                 stopped = True
                 polling.limit(STOPPED_WAIT_S)
-            ready = await ready_tasks(self.peers)
+            ready = await self._ready()
             lost = [task for task in self.ps.tasks if task not in ready]
             number += 1
             if lost and (missing := self._restarters.learned(lost)) is not None:
@@ -245,6 +245,15 @@ class Rollback:
                 if stopped:
                     why += " after the run was told to stop"
                 raise self._hopeless(error, why, await self._newest())
+
+    async def _ready(self) -> Known:
+        """Returns the tasks that can have a part of the run.
+
+        Of its ps also those that were told to leave it: they are held until what they
+        have is elsewhere, and come back as nothing else.
+        """
+        leavers = self.peers.leavers() if self.order.HasField("ps") else ()
+        return await ready_tasks(self.peers, list(filter(is_ps, leavers)))
 
     async def _check_master(self) -> None:
         """Refuses to go back where another master goes on with the run."""

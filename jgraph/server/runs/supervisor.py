@@ -271,6 +271,8 @@ class RunSupervisor:
         self.saving.prepare_halts()
         if self.client is not None:
             self.client.begin()
+        if self._is_held:  # the standby lets the master of before go, which may be a ps
+            self._holds.hold()
         if self.rescaler.is_elastic:
             self._do(self._resume(list(events)))
         else:

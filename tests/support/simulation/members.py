@@ -225,15 +225,16 @@ class ElasticWorld(RunWorld):
 
     # ------------------------------------------------------------ who joins
 
-    async def join(self, fails: str = "") -> None:
+    async def join(self, fails: str = "", job: str = "worker") -> None:
         """A process joins.
 
         Args:
           fails: how, see ``WAYS``; empty: it does not.
+          job: of the process.
         """
         self.starts += 1
         incarnation = self.starts
-        task = await self.knock(incarnation)
+        task = await self.knock(incarnation, job)
         if task is None:
             return
         process = self.take(task, incarnation)
@@ -260,7 +261,7 @@ class ElasticWorld(RunWorld):
         if fails == "served":
             self.end(process)
 
-    async def knock(self, incarnation: int) -> TaskName | None:
+    async def knock(self, incarnation: int, job: str) -> TaskName | None:
         """Asks for an index while the registrar is away; None: for too long."""
         for _ in range(40):
             try:
@@ -269,7 +270,7 @@ class ElasticWorld(RunWorld):
                     process = self.processes[task]
                     if not (process.alive and process.incarnation == one.incarnation):
                         self.handle(Gone(task, one.incarnation))
-                return self.handle(Knocked("worker", incarnation))
+                return self.handle(Knocked(job, incarnation))
             except TaskLostError:
                 await asyncio.sleep(0.5)
         return None
@@ -291,7 +292,7 @@ class ElasticWorld(RunWorld):
             assert is_free or not known, f"{task} is there, and another one gets it"
             self.replaced.append(before)
         self.note(f"{incarnation} is given {task}")
-        process = RunProcess(self, task, incarnation)
+        process = self.process(task, incarnation)
         process.joined, self.heard[incarnation] = True, now
         self.invited[incarnation] = giver
         self.processes[task] = process
@@ -319,7 +320,8 @@ class ElasticWorld(RunWorld):
             return
         self.note(f"kill {task}, which had joined")
         process.kill()
-        again = lambda: self.do(self.join())
+        job = "worker" if is_worker(task) else "ps"
+        again = lambda: self.do(self.join(job=job))
         asyncio.get_running_loop().call_later(away_s, again)
 
     def start_again(self, task: TaskName) -> None:

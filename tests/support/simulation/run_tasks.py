@@ -11,6 +11,7 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Collection,
     Coroutine,
     Iterable,
     Mapping,
@@ -75,6 +76,7 @@ class RunProcess:
       arrangement: the newest that it has heard of.
       leaves: it was told to leave the cluster.
       joined: it was not there from the beginning.
+      held_by: how many wait for it to be told to end, and hold it then.
       hangs_at: the call that it does not answer.
       dies_at: the call at which it dies.
     """
@@ -87,6 +89,7 @@ class RunProcess:
         self.ends: list[Callable[[Any], None]] = []
         self.drained = asyncio.Event()
         self.joined = False
+        self.held_by = 0
         self.hangs_at = self.dies_at = ""
         self.steps = 0
         self.applied = set[tuple[str, int]]()
@@ -194,9 +197,14 @@ class RunProcess:
         return self.once(method, request)
 
     async def hold(self) -> AsyncIterator[Frame]:
-        yield EMPTY
-        await self.drained.wait()
-        yield EMPTY
+        self.held_by += 1
+        try:
+            yield EMPTY
+            await self.drained.wait()
+            yield EMPTY
+            await asyncio.Event().wait()
+        finally:
+            self.held_by -= 1
 
     async def once(self, method: str, request: Frame) -> AsyncIterator[Frame]:
         if method == self.hangs_at:
@@ -399,7 +407,7 @@ class SimulatedLoop:
             self.world.applied(self.process)
             await self.world.travel(self.process, task)
 
-        pushes = [one(task) for task in self.world.tasks if is_ps(task)]
+        pushes = map(one, self.world.shards(self.process, handle))
         for error in await asyncio.gather(*pushes, return_exceptions=True):
             if isinstance(error, BaseException):
                 raise error
@@ -455,8 +463,8 @@ class SimulatedLoop:
         decides = partial(self.world.decides, self.order.data_run)
         while not (self.stops or not decides()):
             await asyncio.sleep(0.1)
-            for task in self.world.tasks:
-                if is_ps(task) and not self.process.reaches(task):
+            for task in self.world.shards(self.process, self.order.handle):
+                if not self.process.reaches(task):
                     raise TaskLostError(f"{task} is gone", task=task)
         self.report("left" if self.leaves else "stopped")
 
@@ -534,6 +542,18 @@ class RunPeers:
     def workers(self) -> Mapping[TaskName, str]:
         return self.process.workers()
 
+    def ps(self) -> Mapping[int, bool]:
+        members = self.process.arrangement.members.items()
+        return {
+            int(task.rpartition(":")[2]): not one.leaves
+            for task, one in members
+            if is_ps(task)
+        }
+
+    def leavers(self) -> Collection[TaskName]:
+        members = self.process.arrangement.members.items()
+        return [task for task, one in members if one.incarnation or one.leaves]
+
     def note(self, kind: str, text: str) -> None:
         self.world.note(text)
 
@@ -556,8 +576,8 @@ class RunPeers:
         order = copied(request)
         members = members_message(self.process.arrangement)
         body_of(order).members.CopyFrom(members)
-        driver = body_of(order).program.driver
-        participants = [t for t in self.tasks() if is_ps(t) or t == driver]
+        driver = TaskName(body_of(order).program.driver)
+        participants = [driver, *self.world.participants(body_of(order).program)]
         calls = (self.call(t, "RegisterProgram", order) for t in participants)
         await asyncio.gather(*calls)
         return EMPTY

@@ -8,7 +8,7 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -64,7 +64,7 @@ class Saved:
     """A checkpoint in the memory of the client."""
 
     position: dict[str, Any]
-    updates: dict[TaskName, Updates]
+    updates: dict[str, Updates]
 
     @property
     def step(self) -> int:
@@ -140,7 +140,11 @@ class RunWorld:
 
     def start(self, task: TaskName) -> None:
         self.starts += 1
-        self.processes[task] = RunProcess(self, task, self.starts)
+        self.processes[task] = self.process(task, self.starts)
+
+    def process(self, task: TaskName, number: int) -> RunProcess:
+        """Makes a start of a task."""
+        return RunProcess(self, task, number)
 
     def is_up(self, task: TaskName) -> bool:
         return task in self.processes and self.processes[task].alive
@@ -349,6 +353,38 @@ class RunWorld:
         if self.durability != "checkpoint":
             self.kept[task] = list(updates)
 
+    def shards(self, process: RunProcess, handle: str) -> list[TaskName]:
+        """Returns the ps of a program, as a process has it."""
+        return [task for task in self.tasks if is_ps(task)]
+
+    def participants(self, program: pb.Program) -> list[TaskName]:
+        """Returns the ps that have a part of a program."""
+        return [task for task in self.tasks if is_ps(task)]
+
+    def held(self) -> dict[str, Updates | None]:
+        """Returns what each ps holds, as the client finds it; None: nothing."""
+        shards = [task for task in self.tasks if is_ps(task)]
+        return {
+            task: self.processes[task].updates if self.is_up(task) else None
+            for task in shards
+        }
+
+    def home(self, shard: str) -> TaskName:
+        """Returns where the client looks for a shard."""
+        return TaskName(shard)
+
+    def moved(self, ps: int) -> None:
+        """The client hears that there are so many ps."""
+
+    def give(self, updates: Mapping[str, Updates]) -> None:
+        """Gives each ps what the client has saved of it.
+
+        Raises:
+          TaskLostError: one is not there.
+        """
+        for task, one in updates.items():
+            self.at(TaskName(task)).updates = list(one)
+
     # ------------------------------------------------------------ the run
 
     def master(self) -> RunProcess | None:
@@ -368,10 +404,6 @@ class RunWorld:
         found = master.runs.find(RUN)
         assert found is not None
         return str(found.record.row().state)
-
-    def is_whole(self, task: TaskName) -> bool:
-        """Whether a ps is there, and holds what it should."""
-        return self.is_up(task) and self.processes[task].updates is not None
 
     def why(self) -> str:
         """Returns why the run failed."""
@@ -453,6 +485,11 @@ class RunWorld:
             order.run, order.term = RUN, 1
         return orders
 
+    def programs(self, handle: str, task: TaskName) -> list[pb.RegisterProgram]:
+        """Returns what is kept of a program."""
+        made, _ = encode_program(Program(handle, task, (), (), (), ()))
+        return [pb.RegisterProgram(handle=handle, run=RUN, program=made)]
+
     async def begin(self) -> None:
         """Submits the run to the first worker."""
         first = TaskName("/job:worker/task:0")
@@ -468,9 +505,8 @@ class RunWorld:
             await ask("OpenDataRun", open_data_run=data)
         for order in self.loop_orders():
             task = TaskName(order.task)
-            made, _ = encode_program(Program(order.handle, task, (), (), (), ()))
-            program = pb.RegisterProgram(handle=order.handle, run=RUN, program=made)
-            await ask("Master.KeepProgram", register_program=program)
+            for program in self.programs(order.handle, task):
+                await ask("Master.KeepProgram", register_program=program)
             for process in self.processes.values():
                 process.handles.add(order.handle)
             await ask("OrderLoop", run_loop=order)
@@ -514,7 +550,7 @@ class RunWorld:
         order = BatchOrder(self.plan)
         end, unfinished = order.restored(position)
         due = set(map(order.number, set(range(end)) - set(unfinished)))
-        held = [self.processes[t].updates for t in self.tasks if is_ps(t)]
+        held = list(self.held().values())
         self.check_gates()
         for updates in held:
             assert updates is not None, "a ps holds nothing"
@@ -562,7 +598,7 @@ class RunClientThere:
         self.world = world
         self.saved = Saved(
             beginning_of(world.plan),
-            {task: [] for task in world.tasks if is_ps(task)},
+            {shard: [] for shard in world.held()},
         )
         self.answered = set[int]()
         self.is_gone = self.has_finished = False
@@ -605,6 +641,8 @@ class RunClientThere:
             reports = world.stream(None, master, "Master.Attach", query)
             async for report in reports:
                 body = body_of(report)
+                if body.HasField("rescaled"):
+                    world.moved(body.rescaled.ps)
                 if body.HasField("question"):
                     work = asyncio.ensure_future(self.answer(master, body.question))
                     self.answers.add(work)
@@ -654,7 +692,6 @@ class RunClientThere:
         assert question.number not in self.answered, f"{question.kind} is asked again"
         world.note(f"asked {question.kind} {question.number & 0xFFFF}")
         answer = pb.RunAnswer(run=RUN, number=question.number)
-        holders = {t: world.processes[t] for t in world.tasks if is_ps(t)}
         saved: Saved | None = None
         match question.kind:
             case "waits":
@@ -663,29 +700,41 @@ class RunClientThere:
                 answer.step = self.saved.step
             case "state":
                 await asyncio.sleep(world.chance.uniform(0.0, 0.2))
-                for task, updates in self.saved.updates.items():
-                    if not world.is_up(task):
-                        await self.tell(
-                            master, answer, TaskLostError("gone", task=task)
-                        )
-                        return
-                    world.processes[task].updates = list(updates)
+                try:
+                    world.give(self.saved.updates)
+                except TaskLostError as error:
+                    await self.tell(master, answer, error)
+                    return
                 answer.step = self.saved.step
                 answer.position = json.dumps(self.saved.position)
             case "halted" | "finish" | "rest":
                 await asyncio.sleep(world.chance.uniform(0.0, 0.1))
-                empty = [t for t in holders if not world.is_whole(t)]
-                if empty:
-                    error = TaskLostError("gone", task=empty[0])
+                try:
+                    saved = self.read(question)
+                except TaskLostError as lost:
                     ends = question.kind == "finish"
-                    await self.tell(master, answer, error if ends else None)
+                    await self.tell(master, answer, lost if ends else None)
                     return
-                held = {t: list(one.updates or ()) for t, one in holders.items()}
-                saved = Saved(json.loads(question.position), held)
-        self.has_finished |= question.kind == "finish"
+            case "rescaled":
+                world.moved(question.ps)
+        if question.kind == "finish":
+            self.has_finished, self.saved = True, saved or self.saved
         stood = await self.tell(master, answer, None)
         if saved is not None and (stood or question.kind != "halted"):
             self.saved = saved
+
+    def read(self, question: pb.RunQuestion) -> Saved:
+        """Returns what the ps hold.
+
+        Raises:
+          TaskLostError: one of them holds nothing.
+        """
+        held = dict[str, Updates]()
+        for shard, updates in self.world.held().items():
+            if updates is None:
+                raise TaskLostError("gone", task=self.world.home(shard))
+            held[shard] = list(updates)
+        return Saved(json.loads(question.position), held)
 
     async def tell(
         self, master: TaskName, answer: pb.RunAnswer, error: JGError | None

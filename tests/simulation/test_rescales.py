@@ -1,0 +1,25 @@
+"""Runs whose parameter servers join, leave and die, each by its number.
+
+What must hold: a variable has each update of the run once, at one task, that of the
+arrangement that the run has at its end; a rescale that cannot be, or whose master dies,
+leaves the run in one arrangement or the other.
+"""
+
+import pytest
+
+from tests.support.simulation.faulty_run import FIRST, RUNS
+from tests.support.simulation.ps_runs import rescaled
+
+
+@pytest.mark.row(45, 46)
+def test_no_update_is_lost_or_doubled_whoever_dies_while_variables_move() -> None:
+    switches = 0
+    for seed in range(FIRST, FIRST + max(3, RUNS // 8)):
+        switches += len(rescaled(seed).switches)
+    assert switches
+
+
+def test_same_number_is_the_same_run_of_rescales() -> None:
+    first, second = rescaled(28), rescaled(28)
+    assert first.story == second.story
+    assert first.switches

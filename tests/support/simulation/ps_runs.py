@@ -1,0 +1,123 @@
+"""Runs whose ps and workers join, leave and die, each by its number."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Final
+
+from jgraph.coordination.run.recovery import ATTEMPTS
+from tests.support.simulation.member_faults import KILLS, STANDBYS_S, ElasticFaults
+from tests.support.simulation.members import WAYS
+from tests.support.simulation.ps_moves import MOST, RescaledWorld
+from tests.support.simulation.run_faults import Injected, check
+from tests.support.simulation.run_world import in_world
+from tests.support.simulation.virtual_loop import run_virtually
+
+OF_PS: Final = (
+    "ps joins",
+    "two ps join",
+    "ps joins",
+    "ps fails as it joins",
+    "ps leaves",
+    "ps leaves",
+    "ps joins, and another dies",
+    "ps leaves, and another dies",
+    "ps joins, and the master dies",
+)
+
+
+GIVEN_UP: Final = f"{ATTEMPTS} times already"
+"""A run gives up after so many losses without progress."""
+
+
+@dataclass
+class PsFaults(ElasticFaults):
+    """Brings about what may become of ps and workers."""
+
+    kinds: tuple[str, ...] = (*OF_PS, *OF_PS, "join", "leave", *KILLS)
+
+    async def one(self, fault: str) -> None:
+        """Brings one about."""
+        world, chance = self.world, self.world.chance
+        assert isinstance(world, RescaledWorld)
+        if world.state() != "running":
+            return
+        if (
+            fault == "master and another"
+            and len(list(filter(world.is_up, world.tasks))) < 4
+        ):
+            fault = "master"  # or nobody has the journal
+        match fault:
+            case "ps joins" | "two ps join":
+                for _ in range(2 if fault == "two ps join" else 1):
+                    self.join(world)
+            case "ps fails as it joins":
+                self.join(world, chance.choice(WAYS))
+            case "ps leaves":
+                self.leaves(world)
+            case "ps joins, and the master dies":
+                self.join(world)
+                await self.then(world, "master")
+            case "ps joins, and another dies" | "ps leaves, and another dies":
+                if fault.startswith("ps joins"):
+                    self.join(world)
+                else:
+                    self.leaves(world)
+                await self.then(world, chance.choice(["worker", "ps", "cut"]))
+            case _:
+                await super().one(fault)
+
+    def join(self, world: RescaledWorld, fails: str = "") -> None:
+        """Lets a ps join, if there are not as many as there may be."""
+        if len(world.staying_ps()) < MOST:
+            world.do(world.join(fails, job="ps"))
+
+    def leaves(self, world: RescaledWorld) -> None:
+        """Lets the last ps leave."""
+        staying = world.staying_ps()
+        if len(staying) > 1:
+            self.asked_s = world.clock.now()
+            world.asks_to_leave(staying[-1])
+
+    async def then(self, world: RescaledWorld, fault: str) -> None:
+        """Brings another fault about while variables may be on their way."""
+        await asyncio.sleep(world.chance.uniform(0.0, 4.0))
+        if world.state() == "running":
+            await super().one(fault)
+            await asyncio.sleep(STANDBYS_S)
+
+
+async def run_of(seed: int) -> RescaledWorld:
+    """Runs one to its end, and checks it."""
+    strategy = seed % 3
+    world = RescaledWorld(
+        seed,
+        strategy == 2,
+        "checkpoint",
+        max_staleness=4 if strategy == 1 else None,
+        ps=1 + seed // 3 % 2,
+        least=1,
+        updates=80,
+    )
+    with in_world(world):
+        await world.begin()
+        happens = asyncio.ensure_future(PsFaults(world).all())
+        state = await world.to_its_end()
+        happens.cancel()
+        if world.is_suspicious(state) or GIVEN_UP in world.why():
+            return world
+        try:
+            check(world, Injected(world), state)
+            assert not world.broken, world.broken
+        except AssertionError as error:
+            error.add_note("\n".join(world.story[-60:]))
+            raise
+    return world
+
+
+def rescaled(seed: int) -> RescaledWorld:
+    """Runs and checks the run of this number."""
+    try:
+        return run_virtually(run_of(seed))
+    except AssertionError as error:
+        error.add_note(f"JGRAPH_SIMULATION={seed} repeats it")
+        raise
