@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from jgraph.train.pipeline.pipeline import Pipeline
     from jgraph.train.pipeline.towers import towers
     from jgraph.train.privacy.options import Privacy
+    from jgraph.train.privacy.secure_sum import SecureSum
     from jgraph.train.run.callbacks import EarlyStopping, NanGuard, StopAtStep
     from jgraph.train.run.trackers import MLflow, TensorBoard, WandB
     from jgraph.train.strategies.async_runner import AsyncPS
@@ -99,6 +100,7 @@ _HOMES = {
     "Privacy": "jgraph.train.privacy.options",
     "RayCluster": "jgraph.launch.ray_cluster",
     "RoundRobin": "jgraph.plan.placement.spread",
+    "SecureSum": "jgraph.train.privacy.secure_sum",
     "Server": "jgraph.server.server",
     "Session": "jgraph.client.session",
     "Source": "jgraph.train.data.source",
@@ -163,6 +165,7 @@ __all__ = [
     "Privacy",
     "RayCluster",
     "RoundRobin",
+    "SecureSum",
     "Server",
     "Session",
     "Source",

@@ -36,6 +36,7 @@ GROUPS: Final = {
         "SyncPS",
         "LocalSGD",
         "Privacy",
+        "SecureSum",
         "Federated",
         "Local",
         "Elastic",

@@ -38,6 +38,7 @@ PUBLIC = [
     "Privacy",
     "RayCluster",
     "RoundRobin",
+    "SecureSum",
     "Server",
     "Session",
     "Source",

@@ -108,6 +108,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         "Pipeline": pipe,
         "Privacy": jg.Privacy(noise_multiplier=1.1, clip=1.0, delta=1e-5),
         "RoundRobin": jg.RoundRobin(),
+        "SecureSum": jg.SecureSum(threshold=3),
         "Server": server,
         "Session": session,
         "Session.make_callable": session.make_callable(lambda x: x, 1.0),

@@ -14,6 +14,7 @@ from jgraph.coordination.run.recovery import Recovery
 from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.coordination.step.finite import FiniteCheck
 from jgraph.coordination.sync.rounds import RoundRecord, RoundRule
+from jgraph.coordination.sync.secure_rounds import SumRule
 from jgraph.errors import JGError
 from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -126,6 +127,7 @@ class SyncRequest:
       cut: how batches are cut into pieces; None: a step of a replica is of one batch.
       entropy: shape of the feed of random bits that each update gets; empty: none.
       rule: how many replicas are invited to an update; None: all take part.
+      sums: how their contributions are summed; None: the ps see each.
     """
 
     gate: str
@@ -140,6 +142,7 @@ class SyncRequest:
     cut: Cut | None = None
     entropy: Sequence[int] = ()
     rule: RoundRule | None = None
+    sums: SumRule | None = None
 
 
 @final
@@ -177,6 +180,7 @@ class LoopRequest:
       pieces: a step is of all batches of one answer of the dealer, of so many at most;
         0: of one batch.
       pieces_feed: int32 feed that gets how many there are.
+      sums: what it contributes gets masks, by the feed ``mask``; None: it does not.
     """
 
     task: TaskName
@@ -204,6 +208,7 @@ class LoopRequest:
     pace_most: int = 0
     pieces: int = 0
     pieces_feed: str = ""
+    sums: SumRule | None = None
 
 
 @final
@@ -319,7 +324,9 @@ def _report(replica: int, task: TaskName, message: Frame) -> LoopReport:
         pieces=body.pieces,
         rounds=tuple(
             (
-                RoundRecord(one.number, tuple(one.members), dict(one.dropped)),
+                RoundRecord(
+                    one.number, tuple(one.members), dict(one.dropped), one.void
+                ),
                 one.wait_s,
             )
             for one in body.rounds
@@ -378,6 +385,7 @@ def loop_order(request: LoopRequest) -> pb.RunLoop:
         pace_most=request.pace_most,
         pieces=request.pieces,
         pieces_feed=request.pieces_feed,
+        secure=_secure_order(request.sums),
     )
 
 
@@ -436,6 +444,15 @@ def _sync_order(request: SyncRequest | None) -> pb.SyncOrder | None:
         entropy=request.entropy,
         rounds=rule
         and pb.RoundRule(fraction=rule.fraction, least=rule.least, seed=rule.seed),
+        secure=_secure_order(request.sums),
+    )
+
+
+def _secure_order(rule: SumRule | None) -> pb.SecureOrder | None:
+    if rule is None:
+        return None
+    return pb.SecureOrder(
+        threshold=rule.threshold, neighbours=rule.neighbours, words=rule.words
     )
 
 
@@ -461,6 +478,14 @@ def rule_of(order: pb.SyncOrder) -> RoundRule | None:
     return RoundRule(rule.fraction, rule.least, rule.seed)
 
 
+def sums_of(order: pb.SyncOrder | pb.RunLoop) -> SumRule | None:
+    """Returns how contributions are summed; None: the ps see each."""
+    if not order.HasField("secure"):
+        return None
+    secure = order.secure
+    return SumRule(secure.threshold, secure.neighbours, secure.words)
+
+
 def source_info(reader: Reader) -> pb.SourceInfo:
     """Returns the answer of a task that has opened a source."""
     return pb.SourceInfo(
@@ -477,11 +502,16 @@ def source_info(reader: Reader) -> pb.SourceInfo:
     )
 
 
-def deal_of(leases: tuple[Lease, ...] | None) -> pb.DataDeal:
-    """Returns an answer: leases, or None when all is over."""
+def deal_of(leases: tuple[Lease, ...] | None, number: int = 0) -> pb.DataDeal:
+    """Returns an answer: leases, or None when all is over.
+
+    Args:
+      leases: what is dealt.
+      number: of the secure sum that it is for; 0: it is for none.
+    """
     if leases is None:
         return pb.DataDeal(over=True)
-    return pb.DataDeal(leases=rows_of(leases))
+    return pb.DataDeal(leases=rows_of(leases), sum=number if leases else 0)
 
 
 def rows_of(leases: Iterable[Lease]) -> list[pb.DataLease]:

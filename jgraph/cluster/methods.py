@@ -105,6 +105,7 @@ METHODS: Final[Mapping[str, Method]] = {
     "Master.CloseDataRun": Method(_CLIENT, "data_run"),
     # What a worker asks of the master that deals out the data.
     "Master.AskData": Method(_TASK, "ask_data"),
+    "Master.SecureSum": Method(_TASK, "sum_message"),
 }
 
 ROLES: Final[Roles] = {name: method.roles for name, method in METHODS.items()}

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias, cast
 import numpy as np
 
 from jgraph.errors import InvalidProgramError, JGError
-from jgraph.plan.program.accumulate import mean, mean_of_rows
+from jgraph.plan.program.accumulate import SUM, mean, mean_of_rows, total
 from jgraph.plan.program.nodes import AggregateNode, runs
 from jgraph.plan.program.program import Partition, StoredVariable
 from jgraph.plan.program.row_values import joined
@@ -91,12 +91,26 @@ def averages(
     packed, alone = runs(keys, group.packs)
     # An element is summed as it would be alone: a mean has the same bits.
     means = [
-        mean([joined([each[key] for key in run], *layout) for each in chosen])
+        _joint(run)([joined([each[key] for key in run], *layout) for each in chosen])
         for run, layout in zip(packed, group.layouts(), strict=True)
     ]
-    means += [mean([each[key] for each in chosen]) for key in alone]
+    means += [_joint([key])([each[key] for each in chosen]) for key in alone]
     for rows in node.row_means:
         names = [key_of(variables[v]) for v in (rows.ids, *rows.rows)]
         parts = [[each[name] for name in names] for each in chosen]
         means += mean_of_rows(parts, variables[rows.ids].type.shape[0])
     return means
+
+
+def _joint(run: Sequence[Key]) -> Callable[[Sequence[Any]], np.ndarray[Any, Any]]:
+    """Returns what makes one array of those of all contributions.
+
+    Raises:
+      InvalidProgramError: some of a flat array are summed, and others averaged.
+    """
+    summed = {name.startswith(SUM) for _, name in run}
+    if len(summed) > 1:
+        raise InvalidProgramError(
+            "a flat array has variables that are summed, and others that are averaged"
+        )
+    return total if summed == {True} else mean

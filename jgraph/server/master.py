@@ -86,6 +86,7 @@ class Master:
             "Master.StopLoop": self._stop_loop,
             "Master.OpenDataRun": self._open_data_run,
             "Master.AskData": self._ask_data,
+            "Master.SecureSum": self._secure_sum,
             "Master.DataPosition": self._data_position,
             "Master.CloseDataRun": self._close_data_run,
         }
@@ -344,6 +345,9 @@ class Master:
 
     async def _ask_data(self, request: Frame) -> AsyncIterator[Frame]:
         yield frame(data_deal=await self.dealers.ask(body_of(request)))
+
+    async def _secure_sum(self, request: Frame) -> AsyncIterator[Frame]:
+        yield frame(sum_answer=await self.dealers.sum(body_of(request)))
 
     async def _data_position(self, request: Frame) -> AsyncIterator[Frame]:
         name = body_of(request).run

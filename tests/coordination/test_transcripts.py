@@ -11,6 +11,7 @@ from jgraph.coordination.data.slots import Part, SlotPlan
 from jgraph.coordination.data.sync_data import SyncData
 from jgraph.coordination.sync import aggregation
 from jgraph.coordination.sync.rounds import RoundRule
+from jgraph.coordination.sync.secure_rounds import SecureRounds, SumRule
 from jgraph.graph.ir import TaskName
 from tests.support.transcripts import replayed, rows_of
 
@@ -32,10 +33,12 @@ def arbiter(
     halt_every: Sequence[int] = (),
     fraction: float = 0.0,
     least: int = 1,
+    threshold: int = 0,
 ) -> aggregation.Arbiter:
     """An arbiter after 5 updates, with replica a on worker 0, b on worker 1, ...
 
-    With a fraction some of them are invited to an update.
+    With a fraction some of them are invited to an update; with a threshold the ps see
+    sums alone of these.
     """
     rule = RoundRule(fraction, least, seed=1) if fraction else None
     return aggregation.Arbiter(
@@ -47,7 +50,17 @@ def arbiter(
         steps=steps,
         halt_every=halt_every,
         rule=rule,
+        sums=SumRule(threshold, neighbours=4) if threshold else None,
     )
+
+
+def secure_rounds(
+    replicas: Sequence[str], *, threshold: int, least: int
+) -> SecureRounds:
+    """The secure sums of replicas on workers, each of which is a neighbour of all."""
+    tasks = {name: TaskName(f"/job:worker/task:{i}") for i, name in enumerate(replicas)}
+    rule = SumRule(threshold, neighbours=10)
+    return SecureRounds(rule, tasks, least=least, draw=int)
 
 
 def shares(each: int, most: int) -> Shares:
@@ -56,6 +69,7 @@ def shares(each: int, most: int) -> Shares:
 
 
 EXTRAS = {"slots": slots, "shares": shares, "Arbiter": arbiter}
+EXTRAS["SecureRounds"] = secure_rounds
 
 
 def called(script: Path) -> str:

@@ -128,6 +128,7 @@ class MemberRound:
             case KeysCame(number, neighbours):
                 self._check(number, "keys")
                 self._take(neighbours, "keys came of", known=None)
+                self._check_half(neighbours)
                 self.step = "exchange"
                 return ShareSecrets(tuple(sorted(neighbours)))
             case SharesCame(number, senders):
@@ -170,6 +171,13 @@ class MemberRound:
                 f"{what} {len(unique)} neighbours, and {self._threshold} are needed"
             )
         self._neighbours = unique
+
+    def _check_half(self, neighbours: tuple[str, ...]) -> None:
+        if 2 * self._threshold <= len(neighbours):
+            raise self._refused(
+                f"keys came of {len(neighbours)} neighbours: of a secret that "
+                f"{self._threshold} shares make each half of them could tell one"
+            )
 
     def _check_asked(self, inside: tuple[str, ...], outside: tuple[str, ...]) -> None:
         if both := frozenset(inside) & frozenset(outside):

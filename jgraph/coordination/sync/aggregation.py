@@ -11,7 +11,8 @@ every ps let it read at one and the same version, and has it before that version
 decided; the others are late, dropped, and counted for their replica. Who decides also
 deals out the data, so that each batch counts exactly once; see ``sync_data``.
 
-With a ``RoundRule`` only some replicas are invited to an update; see ``rounds``.
+With a ``RoundRule`` only some replicas are invited to an update; see ``rounds``. With a
+``SumRule`` the ps see sums alone of these; see ``secure_rounds``.
 
     gate     open at v --(decided v)--> closed --(applied)--> open at v+1
     arbiter  collecting v --(enough)--> applying --(applied)--> collecting v+1
@@ -21,19 +22,31 @@ for each variable alone, so that one step may mix sets of replicas.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias, final
 
 from jgraph.coordination.data.slots import Lease
 from jgraph.coordination.data.sync_data import SyncData
+from jgraph.coordination.secure import sum_round
 from jgraph.coordination.sync.rounds import RoundRecord, RoundRule, Rounds
-from jgraph.errors import DeadlineError, JGError
+from jgraph.coordination.sync.secure_rounds import (
+    MOST_VOIDS,
+    SecureRounds,
+    SumCame,
+    SumFailed,
+    SumRule,
+    SumStepLate,
+    Unmasked,
+)
+from jgraph.errors import DeadlineError, JGError, SecureSumError
 from jgraph.graph.ir import TaskName
 
 Step: TypeAlias = tuple[str, int]
 """(program handle, step id). Each replica has a handle of its own."""
+
+_Slots: TypeAlias = list[tuple[int, Step]]
 
 
 @final
@@ -52,13 +65,15 @@ class Contributed:
 class DataAsked:
     """A replica would like ``batches`` more; with ``idle`` it holds none.
 
-    ``piece_s``: how long it takes for one, in seconds; 0: that is not known.
+    ``piece_s``: how long it takes for one, in seconds; 0: that is not known. ``done``:
+    batches that it has done so far.
     """
 
     replica: str
     batches: int
     idle: bool = False
     piece_s: float = 0.0
+    done: int = 0
 
 
 @final
@@ -139,6 +154,10 @@ Event: TypeAlias = (
     | GoOnAsked
     | MasterSilent
     | MasterHeard
+    | SumCame
+    | SumStepLate
+    | Unmasked
+    | SumFailed
 )
 
 
@@ -191,7 +210,35 @@ class End:
     error: JGError | None = None
 
 
-Instruction: TypeAlias = Decide | Void | DealData | Halt | End
+@final
+@dataclass(frozen=True, slots=True)
+class BeginSum:
+    """A secure sum of these members begins."""
+
+    number: int
+    members: tuple[TaskName, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SumSays:
+    """Do what the secure sum of this number needs."""
+
+    number: int
+    what: sum_round.Instruction
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GiveUpSum:
+    """There is no sum; the round begins again."""
+
+    record: RoundRecord
+
+
+Instruction: TypeAlias = (
+    Decide | Void | DealData | Halt | End | BeginSum | SumSays | GiveUpSum
+)
 
 
 def contributions(
@@ -225,6 +272,9 @@ class Arbiter:
       steps: how many updates to decide.
       halt_every: stand still at the multiples of each of these, in updates, so that
         they can be copied. Not at the end: there nothing goes on anyway.
+      rule: how many replicas are invited to an update; None: all take part.
+      sums: how their contributions are summed; None: the ps see each.
+      draw: with ``sums``: random numbers that nobody knows before.
 
     Example:
       >>> ps, worker = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
@@ -250,6 +300,8 @@ class Arbiter:
         steps: int,
         halt_every: Iterable[int] = (),
         rule: RoundRule | None = None,
+        sums: SumRule | None = None,
+        draw: Callable[[], int] = int,
     ) -> None:
         self._shards = frozenset(shards)
         self._replicas = dict(replicas)
@@ -273,6 +325,9 @@ class Arbiter:
         if rule is not None:
             by_task = sorted(replicas, key=replicas.__getitem__)
             self._rounds = Rounds(rule, by_task, data, version)
+        self._sums = None
+        if sums is not None and rule is not None:
+            self._sums = SecureRounds(sums, replicas, least=rule.least, draw=draw)
         self.round: RoundRecord | None = None
         """Who takes part in the update that was decided last, if some are invited."""
         self.dropped: Counter[str] = Counter()
@@ -286,6 +341,8 @@ class Arbiter:
     @property
     def needed(self) -> int:
         """How many contributions the next update takes."""
+        if self._sums is not None:
+            return self._sums.least
         if self._rounds is not None:
             return self._rounds.needed
         return max(1, min(self._wanted, len(self._alive)))
@@ -300,7 +357,7 @@ class Arbiter:
             case Contributed():
                 return [*self._take(event), *self._go_on()]
             case ReplicaLost(replica):
-                return self._lose(replica) or self._go_on()
+                return self._lose(replica)
             case Applied():
                 return self._applied()
             case GoOnAsked(version):
@@ -310,9 +367,17 @@ class Arbiter:
             case NotApplied(error):
                 self._data.take_back(self._chosen)
                 return self._finish("failed", error)
-            case TimeIsUp(timeout_s):
-                return self._time_is_up(timeout_s)
+            case _:
+                return self._move_on(event)
         return self._go_on()
+
+    def _move_on(
+        self, event: TimeIsUp | SumCame | SumStepLate | Unmasked | SumFailed
+    ) -> list[Instruction]:
+        if isinstance(event, TimeIsUp):
+            return self._time_is_up(event.timeout_s)
+        said = [] if self._sums is None else self._sums.handle(event)
+        return [*self._of_sum(said), *self._go_on()]
 
     @property
     def is_over(self) -> bool:
@@ -334,6 +399,8 @@ class Arbiter:
         self._version += 1
         if self._rounds is not None:
             self._rounds.begin(self._version)
+        if self._sums is not None:
+            self._sums.close()
         if any(self._version % every == 0 for every in self._halt_every):
             self._halted = self._version < self._end and not self._stopping
         return [Halt(self._version)] if self._halted else self._go_on()
@@ -345,8 +412,8 @@ class Arbiter:
         if self._rounds is not None:
             if not asked.idle:
                 return [DealData(replica, ())]
-            self._rounds.ask(replica)
-            return self._invite()
+            self._rounds.ask(replica, asked.done)
+            return [*self._give_up(replica), *self._invite()]
         together = len(self._alive) <= self._wanted
         self._data.learn(replica, asked.piece_s)
         leases = self._data.deal(
@@ -359,19 +426,69 @@ class Arbiter:
         stands = self._applying or self._halted or self._unsupervised or self._over
         if self._rounds is None or stands:
             return []
+        begins: list[Instruction] = []
+        if (sums := self._sums) is not None:
+            if sums.stage == "none" and self._rounds.gather(sums.least):
+                sums.open(self._rounds.invited)
+                begins.append(BeginSum(sums.number, sums.tasks))
+            if sums.stage != "keys":
+                return []
         there = {step[0] for step in self._whole[self._version].values()}
-        return [DealData(who, leases) for who, leases in self._rounds.deals(there)]
+        deals = self._rounds.deals(there, grows=sums is None)
+        return [*begins, *(DealData(who, leases) for who, leases in deals)]
+
+    def _give_up(self, replica: str) -> list[Instruction]:
+        """Takes note of a member that asks, and has contributed nothing."""
+        sums, rounds = self._sums, self._rounds
+        if sums is None or rounds is None or replica not in rounds.invited:
+            return []
+        there = {step[0] for step in self._whole[self._version].values()}
+        if not sums.has_begun(replica) or rounds.has_contributed(replica):
+            return []
+        if replica in there:
+            return []
+        rounds.give_up(replica)
+        return self._of_sum(sums.lost(replica))
+
+    def _of_sum(self, said: Sequence[sum_round.Instruction]) -> list[Instruction]:
+        """Returns what a secure sum asks for; a void one is given up."""
+        assert self._sums is not None or not said
+        found: list[Instruction] = []
+        for one in said:
+            if isinstance(one, sum_round.Void):
+                found += self._give_up_sum(one.reason)
+            elif self._sums is not None:
+                found.append(SumSays(self._sums.number, one))
+        return found
+
+    def _give_up_sum(self, reason: str) -> list[Instruction]:
+        sums, rounds = self._sums, self._rounds
+        assert sums is not None
+        assert rounds is not None  # else no sum was begun
+        found: list[Instruction] = []
+        for slot, step in self._whole.pop(self._version, {}).items():
+            self._data.late(slot)
+            found.append(Void(step))
+        found.append(GiveUpSum(rounds.void(reason)))
+        if sums.voids >= MOST_VOIDS:
+            why = f"round {self._version} was given up {sums.voids} times; {reason}"
+            found += self._finish("failed", SecureSumError(why))
+        return found
 
     def _time_is_up(self, timeout_s: float) -> list[Instruction]:
-        if self._rounds is not None and not self._applying:
+        if self._sums is not None and not self._applying:
+            said = self._sums.time_is_up()
+            if said and not any(isinstance(one, sum_round.Void) for one in said):
+                return [*self._of_sum(said), *self._go_on()]
+        elif self._rounds is not None and not self._applying:
             self._rounds.hurry()
-            if said := self._go_on():
-                return said
+            if decision := self._go_on():
+                return decision
         return self._finish("failed", self._late(timeout_s))
 
     def _lose(self, replica: str) -> list[Instruction]:
         if replica not in self._alive:
-            return []
+            return self._go_on()
         self._alive.remove(replica)
         if self._rounds is not None:
             self._rounds.lose(replica)
@@ -385,7 +502,10 @@ class Arbiter:
             if step[0] == replica
         }
         error = self._data.lost(replica, computed)
-        return [] if error is None else self._finish("failed", error)
+        if error is not None:
+            return self._finish("failed", error)
+        said = [] if self._sums is None else self._sums.lost(replica)
+        return [*self._of_sum(said), *self._go_on()]
 
     def _take(self, event: Contributed) -> list[Instruction]:
         if event.shard not in self._news:
@@ -409,8 +529,13 @@ class Arbiter:
                 said.append(Void(step))
             elif event.version < self._version + self._applying:
                 self._drop(slot, step)
+            elif self._sums is not None and not self._sums.takes(step[0]):
+                self._data.late(slot)  # its masks are those of a sum that was given up
+                said.append(Void(step))
             else:
                 self._whole[event.version].setdefault(slot, step)
+                if self._sums is not None:
+                    said += self._of_sum(self._sums.contributed(step[0]))
         return said
 
     def _drop(self, slot: int, step: Step) -> None:
@@ -418,7 +543,7 @@ class Arbiter:
         self._data.late(slot)
 
     def _go_on(self) -> list[Instruction]:
-        if self._applying:
+        if self._applying or self._over:
             return []
         if self._version >= self._end:
             return self._finish("done")
@@ -429,11 +554,9 @@ class Arbiter:
         whole = self._whole[self._version]
         if not whole and not self._alive:
             return self._finish("alone")
-        if self._unsupervised or len(whole) < self.needed:
+        if self._unsupervised or not self._is_enough(whole):
             return self._invite()
-        # First come, first counted.
-        there = list(whole.items())
-        chosen, late = there[: self.needed], there[self.needed :]
+        chosen, late = self._choose(whole)
         del self._whole[self._version]
         self._chosen = [p for slot, _ in chosen for p in self._data.counted(slot)]
         for slot, step in late:
@@ -442,6 +565,23 @@ class Arbiter:
         if self._rounds is not None:
             self.round = self._rounds.over(step[0] for _, step in chosen)
         return [Decide(self._version, tuple(step for _, step in sorted(chosen)))]
+
+    def _is_enough(self, whole: Mapping[int, Step]) -> bool:
+        """Whether an update can be decided."""
+        if self._sums is not None:
+            return self._sums.stage == "known"
+        return len(whole) >= self.needed
+
+    def _choose(self, whole: Mapping[int, Step]) -> tuple[_Slots, _Slots]:
+        """Returns what is averaged, and what came too late for it."""
+        there = list(whole.items())
+        if self._sums is None:  # first come, first counted
+            return there[: self.needed], there[self.needed :]
+        inside = set(self._sums.inside)
+        return (
+            [one for one in there if one[1][0] in inside],
+            [one for one in there if one[1][0] not in inside],
+        )
 
     def _finish(self, state: str, error: JGError | None = None) -> list[Instruction]:
         self._over = True

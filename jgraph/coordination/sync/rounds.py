@@ -55,12 +55,15 @@ class RoundRecord:
     Attributes:
       number: updates applied before.
       members: whose contributions count.
-      dropped: who else was invited, and why nothing of it counts: "lost" or "late".
+      dropped: who else was invited, and why nothing of it counts: "lost", "late", or
+        "gave up": it ended its part in a secure sum.
+      void: why the round was given up, and begun again; empty: it was not.
     """
 
     number: int
     members: tuple[str, ...]
     dropped: Mapping[str, str] = field(default_factory=dict)
+    void: str = ""
 
 
 @final
@@ -80,7 +83,7 @@ class Rounds:
       >>> rounds.ask("a"), rounds.ask("b"), [who for who, _ in rounds.deals()]
       (None, None, ['a'])
       >>> rounds.over(["a"])
-      RoundRecord(number=0, members=('a',), dropped={})
+      RoundRecord(number=0, members=('a',), dropped={}, void='')
     """
 
     def __init__(
@@ -94,6 +97,8 @@ class Rounds:
         self._invited: dict[str, None] = {}
         self._holders: set[str] = set()
         self._drops: dict[str, str] = {}
+        self._done: dict[str, int] = {}  # of each, batches, as it asked last
+        self._contributed: set[str] = set()
         self._hurries = False
         self.asking: dict[str, None] = {}
         """Whose questions are open."""
@@ -115,29 +120,51 @@ class Rounds:
         self._number = number
         self._hurries = False
         self._invited, self._drops, self._holders = {}, {}, set()
+        self._contributed = set()
         names = list(self._alive)
         order = epoch_order(len(names), self._rule.seed, number)
         self._candidates = [names[place] for place in order.tolist()]
         self._invite(self._rule.drawn(len(names)))
 
-    def ask(self, replica: str) -> None:
-        """A replica that holds nothing would take part."""
+    def ask(self, replica: str, done: int = 0) -> None:
+        """A replica that holds nothing would take part.
+
+        Args:
+          replica: who.
+          done: batches that it has done so far.
+        """
         if replica not in self._invited:
             self._data.release(replica)  # whatever is known here of an earlier round
+        elif replica in self._holders and done > self._done.get(replica, done):
+            self._contributed.add(replica)  # of which the ps tell in a moment
+        self._done[replica] = done
         self.asking[replica] = None
+
+    def has_contributed(self, replica: str) -> bool:
+        """Whether a replica has asked since it contributed to this round."""
+        return replica in self._contributed
 
     def forget(self, replica: str) -> None:
         """A replica asks no more."""
         self.asking.pop(replica, None)
 
-    def deals(self, there: Collection[str] = ()) -> list[Dealt]:
+    def gather(self, least: int) -> bool:
+        """Invites who may be; returns whether so many are, at least."""
+        count = self._rule.drawn(len(self._alive)) - len(self._drops)
+        self._invite(max(count, least))
+        return len(self._invited) >= least
+
+    def deals(self, there: Collection[str] = (), *, grows: bool = True) -> list[Dealt]:
         """Returns whose questions are answered now, and how.
 
         Args:
           there: whose contributions are.
+          grows: others are invited for those that are lost.
         """
-        self._invite(self._rule.least)
-        ready = [n for n in self._invited if n in self.asking and n not in there]
+        if grows:
+            self._invite(self._rule.least)
+        busy = self._contributed.union(there)
+        ready = [n for n in self._invited if n in self.asking and n not in busy]
         found = []
         for name in ready:
             del self.asking[name]
@@ -152,6 +179,18 @@ class Rounds:
         self._alive.pop(replica, None)
         self.forget(replica)
         self._drop(replica, "lost")
+
+    def give_up(self, replica: str) -> None:
+        """A replica ends its part in the round."""
+        self._drop(replica, "gave up")
+
+    def void(self, reason: str) -> RoundRecord:
+        """The round is given up, and begins again; returns what became of it."""
+        record = RoundRecord(self._number, (), dict(self._drops), reason)
+        self._hurries = False
+        self._invited, self._drops, self._holders = {}, {}, set()
+        self._contributed = set()
+        return record
 
     def hurry(self) -> None:
         """The time of the round is up: the least are enough from now on."""

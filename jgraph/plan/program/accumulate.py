@@ -36,6 +36,9 @@ MEAN = "mean/"
 IDS, ROWS = f"{MEAN}ids/", f"{MEAN}rows/"
 """Prefixes of those for rows: ``mean/rows/t`` has the rows of ``mean/ids/t``."""
 
+SUM = f"{MEAN}sum/"
+"""Prefix of those that are summed in place of that: uint32, modulo 2^32."""
+
 SLOT = "slot/"
 """Prefix of the names of the int32 variables that a step writes its data slot to."""
 
@@ -68,6 +71,21 @@ def mean(values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
         np.divide(total, len(values), out=total)
         result[piece] = total
     return result.reshape(first.shape)
+
+
+def total(values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """Returns the sum of arrays of uint32, modulo 2^32.
+
+    Example:
+      >>> total([np.uint32([7, 2**32 - 1]), np.uint32([9, 3])]).tolist()
+      [16, 2]
+    """
+    first = np.asarray(values[0])
+    result = _aligned(first.size, first.dtype).reshape(first.shape)
+    result[...] = first
+    for value in values[1:]:
+        np.add(result, value, out=result)
+    return result
 
 
 def mean_of_rows(

@@ -192,6 +192,8 @@ class Frame(_message.Message):
     FLIGHT_FIELD_NUMBER: _builtins.int
     PROFILE_QUERY_FIELD_NUMBER: _builtins.int
     PROFILE_FILES_FIELD_NUMBER: _builtins.int
+    SUM_MESSAGE_FIELD_NUMBER: _builtins.int
+    SUM_ANSWER_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Exchange: dense per (sender incarnation, receiver), starting at 1."""
     method: _builtins.str
@@ -332,6 +334,10 @@ class Frame(_message.Message):
     def profile_query(self) -> Global___ProfileQuery: ...
     @_builtins.property
     def profile_files(self) -> Global___ProfileFiles: ...
+    @_builtins.property
+    def sum_message(self) -> Global___SumMessage: ...
+    @_builtins.property
+    def sum_answer(self) -> Global___SumAnswer: ...
     def __init__(
         self,
         *,
@@ -403,12 +409,14 @@ class Frame(_message.Message):
         flight: Global___Flight | None = ...,
         profile_query: Global___ProfileQuery | None = ...,
         profile_files: Global___ProfileFiles | None = ...,
+        sum_message: Global___SumMessage | None = ...,
+        sum_answer: Global___SumAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "feed_data", b"feed_data", "flight", b"flight", "flight_query", b"flight_query", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "join_reply", b"join_reply", "join_request", b"join_request", "keep_records", b"keep_records", "leave_request", b"leave_request", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "members", b"members", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "profile_files", b"profile_files", "profile_query", b"profile_query", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "feed_data", b"feed_data", "flight", b"flight", "flight_query", b"flight_query", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "join_reply", b"join_reply", "join_request", b"join_request", "keep_records", b"keep_records", "leave_request", b"leave_request", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "members", b"members", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "profile_files", b"profile_files", "profile_query", b"profile_query", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "sum_answer", b"sum_answer", "sum_message", b"sum_message", "take_records", b"take_records", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "every_reply", b"every_reply", "feed_data", b"feed_data", "flight", b"flight", "flight_query", b"flight_query", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "join_reply", b"join_reply", "join_request", b"join_request", "keep_records", b"keep_records", "leave_request", b"leave_request", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "members", b"members", "method", b"method", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "profile_files", b"profile_files", "profile_query", b"profile_query", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "take_records", b"take_records", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "every_reply", b"every_reply", "feed_data", b"feed_data", "flight", b"flight", "flight_query", b"flight_query", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "join_reply", b"join_reply", "join_request", b"join_request", "keep_records", b"keep_records", "leave_request", b"leave_request", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "members", b"members", "method", b"method", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "profile_files", b"profile_files", "profile_query", b"profile_query", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "sum_answer", b"sum_answer", "sum_message", b"sum_message", "take_records", b"take_records", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "record", "records_kept", "keep_records", "take_records", "end_records", "move_variables", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table", "send_data", "feed_data", "wanted_data", "run_answer", "members", "join_request", "join_reply", "leave_request", "flight_query", "flight", "profile_query", "profile_files"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "record", "records_kept", "keep_records", "take_records", "end_records", "move_variables", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table", "send_data", "feed_data", "wanted_data", "run_answer", "members", "join_request", "join_reply", "leave_request", "flight_query", "flight", "profile_query", "profile_files", "sum_message", "sum_answer"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -2010,6 +2018,7 @@ class RunLoop(_message.Message):
     PACE_MOST_FIELD_NUMBER: _builtins.int
     PIECES_FIELD_NUMBER: _builtins.int
     PIECES_FEED_FIELD_NUMBER: _builtins.int
+    SECURE_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     data: _builtins.str
     """name of the data set put on that worker"""
@@ -2085,6 +2094,10 @@ class RunLoop(_message.Message):
         leaf: a step with one that is false ends the loop. None: nothing is checked.
         """
 
+    @_builtins.property
+    def secure(self) -> Global___SecureOrder:
+        """what is contributed has masks"""
+
     def __init__(
         self,
         *,
@@ -2121,10 +2134,11 @@ class RunLoop(_message.Message):
         pace_most: _builtins.int = ...,
         pieces: _builtins.int = ...,
         pieces_feed: _builtins.str = ...,
+        secure: Global___SecureOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sync", b"sync"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["secure", b"secure", "sync", b"sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "began_s", b"began_s", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "finite_fetch", b"finite_fetch", "finite_leaves", b"finite_leaves", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "pace_feed", b"pace_feed", "pace_most", b"pace_most", "pace_s", b"pace_s", "pieces", b"pieces", "pieces_feed", b"pieces_feed", "prefetch", b"prefetch", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task", "tell_every", b"tell_every", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_feed", b"batch_feed", "batch_size", b"batch_size", "began_s", b"began_s", "compute_wait_s", b"compute_wait_s", "data", b"data", "data_feeds", b"data_feeds", "data_plan", b"data_plan", "data_run", b"data_run", "dealer", b"dealer", "finite_fetch", b"finite_fetch", "finite_leaves", b"finite_leaves", "first_step", b"first_step", "handle", b"handle", "loop", b"loop", "master", b"master", "pace_feed", b"pace_feed", "pace_most", b"pace_most", "pace_s", b"pace_s", "pieces", b"pieces", "pieces_feed", b"pieces_feed", "prefetch", b"prefetch", "replica", b"replica", "replica_feed", b"replica_feed", "report_every_s", b"report_every_s", "run", b"run", "secure", b"secure", "seed", b"seed", "step_feed", b"step_feed", "step_timeout_s", b"step_timeout_s", "steps", b"steps", "sync", b"sync", "task", b"task", "tell_every", b"tell_every", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2524,6 +2538,7 @@ class SyncOrder(_message.Message):
     CUT_FIELD_NUMBER: _builtins.int
     ENTROPY_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
+    SECURE_FIELD_NUMBER: _builtins.int
     gate: _builtins.str
     version: _builtins.int
     """updates applied so far"""
@@ -2561,6 +2576,10 @@ class SyncOrder(_message.Message):
     def rounds(self) -> Global___RoundRule:
         """some replicas are invited; unset: all take part"""
 
+    @_builtins.property
+    def secure(self) -> Global___SecureOrder:
+        """ps see sums alone; the program takes "unmask" """
+
     def __init__(
         self,
         *,
@@ -2576,14 +2595,45 @@ class SyncOrder(_message.Message):
         cut: Global___BatchCut | None = ...,
         entropy: _abc.Iterable[_builtins.int] | None = ...,
         rounds: Global___RoundRule | None = ...,
+        secure: Global___SecureOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "rounds", b"rounds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "rounds", b"rounds", "secure", b"secure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "data_position", b"data_position", "entropy", b"entropy", "gate", b"gate", "halt_every", b"halt_every", "halt_s", b"halt_s", "handles", b"handles", "rounds", b"rounds", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "data_position", b"data_position", "entropy", b"entropy", "gate", b"gate", "halt_every", b"halt_every", "halt_s", b"halt_s", "handles", b"handles", "rounds", b"rounds", "secure", b"secure", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SyncOrder: _TypeAlias = SyncOrder  # noqa: Y015
+
+@_typing.final
+class SecureOrder(_message.Message):
+    """Secure sums: contributions have masks, which go away in the sum of all."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    THRESHOLD_FIELD_NUMBER: _builtins.int
+    NEIGHBOURS_FIELD_NUMBER: _builtins.int
+    WORDS_FIELD_NUMBER: _builtins.int
+    threshold: _builtins.int
+    """shares that make a secret of a member"""
+    neighbours: _builtins.int
+    """of each member, at most; only in SyncOrder"""
+    words: _builtins.int
+    """of the uint32 feeds "mask" of members, "unmask" of the update"""
+    def __init__(
+        self,
+        *,
+        threshold: _builtins.int = ...,
+        neighbours: _builtins.int = ...,
+        words: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["neighbours", b"neighbours", "threshold", b"threshold", "words", b"words"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecureOrder: _TypeAlias = SecureOrder  # noqa: Y015
 
 @_typing.final
 class BatchCut(_message.Message):
@@ -2678,10 +2728,13 @@ class RoundReport(_message.Message):
     MEMBERS_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    VOID_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """updates applied before"""
     wait_s: _builtins.float
     """from the first contribution to the decision"""
+    void: _builtins.str
+    """why it was given up, and begun again; empty: no"""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """tasks whose contributions count"""
@@ -2697,10 +2750,11 @@ class RoundReport(_message.Message):
         members: _abc.Iterable[_builtins.str] | None = ...,
         dropped: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         wait_s: _builtins.float = ...,
+        void: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "members", b"members", "number", b"number", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "members", b"members", "number", b"number", "void", b"void", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4490,8 +4544,11 @@ class DataDeal(_message.Message):
 
     LEASES_FIELD_NUMBER: _builtins.int
     OVER_FIELD_NUMBER: _builtins.int
+    SUM_FIELD_NUMBER: _builtins.int
     over: _builtins.bool
     """all batches of the run are done"""
+    sum: _builtins.int
+    """secure sums: the number of that which the batch is for"""
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___DataLease]: ...
     def __init__(
@@ -4499,14 +4556,110 @@ class DataDeal(_message.Message):
         *,
         leases: _abc.Iterable[Global___DataLease] | None = ...,
         over: _builtins.bool = ...,
+        sum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "over", b"over"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "over", b"over", "sum", b"sum"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DataDeal: _TypeAlias = DataDeal  # noqa: Y015
+
+@_typing.final
+class SumMessage(_message.Message):
+    """"Master.SecureSum" (worker -> RunLoop.dealer): what a member sends in a step of a secure
+    sum, or asks for again. The answer comes when the next step begins, or says "wait".
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    handle: _builtins.str
+    """of the worker's program"""
+    number: _builtins.int
+    step: _builtins.str
+    """"keys": three of this member. "exchange": sealed shares, by receiver. "masked": nothing.
+    "reveal": shares, by whose secret they are of.
+    """
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SumPart]: ...
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        handle: _builtins.str = ...,
+        number: _builtins.int = ...,
+        step: _builtins.str = ...,
+        parts: _abc.Iterable[Global___SumPart] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "number", b"number", "parts", b"parts", "run", b"run", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SumMessage: _TypeAlias = SumMessage  # noqa: Y015
+
+@_typing.final
+class SumAnswer(_message.Message):
+    """"wait": nothing yet. "exchange": keys of neighbours. "masked": sealed shares, by sender.
+    "reveal": tell shares of the neighbours that are in the sum, and of those that are not.
+    "over". "void": this member has no more part in it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    step: _builtins.str
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SumPart]: ...
+    def __init__(
+        self,
+        *,
+        step: _builtins.str = ...,
+        parts: _abc.Iterable[Global___SumPart] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SumAnswer: _TypeAlias = SumAnswer  # noqa: Y015
+
+@_typing.final
+class SumPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    OUTSIDE_FIELD_NUMBER: _builtins.int
+    member: _builtins.str
+    outside: _builtins.bool
+    """"reveal": of the key of a member that is not in the sum"""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        member: _builtins.str = ...,
+        values: _abc.Iterable[_builtins.bytes] | None = ...,
+        outside: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "outside", b"outside", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SumPart: _TypeAlias = SumPart  # noqa: Y015
 
 @_typing.final
 class DataRun(_message.Message):

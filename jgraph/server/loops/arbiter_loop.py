@@ -11,7 +11,13 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from jgraph.clock import Clock
-from jgraph.cluster.loop_messages import cut_of, deal_of, finite_check_of, rule_of
+from jgraph.cluster.loop_messages import (
+    cut_of,
+    deal_of,
+    finite_check_of,
+    rule_of,
+    sums_of,
+)
 from jgraph.coordination.data.shares import Shares
 from jgraph.coordination.data.slots import SlotPlan
 from jgraph.coordination.data.sync_data import SyncData
@@ -20,21 +26,25 @@ from jgraph.coordination.sync.aggregation import (
     Applied,
     Arbiter,
     AskEnded,
+    BeginSum,
     Contributed,
     DataAsked,
     DealData,
     Decide,
     End,
     Event,
+    GiveUpSum,
     GoOnAsked,
     Halt,
     Instruction,
     NotApplied,
     ReplicaLost,
     StopAsked,
+    SumSays,
     TimeIsUp,
     Void,
 )
+from jgraph.coordination.sync.rounds import RoundRecord
 from jgraph.errors import JGError, NonFiniteError, RunOverError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -45,6 +55,7 @@ from jgraph.server.loops.dealer import ANSWER_S
 from jgraph.server.loops.halt_timer import HaltTimer
 from jgraph.server.loops.master_lease import MasterLease
 from jgraph.server.loops.reports import LoopReports
+from jgraph.server.loops.sum_desk import Compute, SumDesk
 from jgraph.server.steps.driver import Fetches, StepDriver
 
 AskMaster: TypeAlias = Callable[[], Awaitable[object]]
@@ -59,6 +70,7 @@ class ArbiterLoop:
       driver: drives the steps of that program.
       gates: of this task; the order's is open.
       clock: time for reports and the deadline.
+      compute: runs work in a thread.
       ask_master: asks whether the master is there; None: it is here.
 
     Attributes:
@@ -71,6 +83,7 @@ class ArbiterLoop:
         driver: StepDriver,
         gates: Gates,
         clock: Clock,
+        compute: Compute,
         ask_master: AskMaster | None = None,
     ) -> None:
         sync = order.sync
@@ -93,6 +106,13 @@ class ArbiterLoop:
         self._rounds: list[pb.RoundReport] = []  # not reported yet
         self._first_at: float | None = None  # when the first of a round contributed
         self._finite = finite_check_of(order)
+        sums = sums_of(sync)
+        self._desk: SumDesk | None = None
+        if sums is not None:
+            self._desk = SumDesk(
+                *(sums, self._replicas, self._take, compute, order.step_timeout_s)
+            )
+        self._number = 0  # of the secure sum under way
         self._machine = Arbiter(
             map(TaskName, sync.shards),
             self._replicas,
@@ -102,6 +122,8 @@ class ArbiterLoop:
             steps=order.steps,
             halt_every=sync.halt_every,
             rule=rule_of(sync),
+            sums=sums,
+            draw=lambda: secrets.randbits(64),
         )
         self._halts = HaltTimer(order.loop, self.go_on)
         self._events: deque[Event] = deque()
@@ -151,7 +173,7 @@ class ArbiterLoop:
         handle = question.handle
         answer = asyncio.get_running_loop().create_future()
         self._answers[handle] = answer
-        asked = question.batches, question.idle, question.piece_s
+        asked = question.batches, question.idle, question.piece_s, question.done
         self._take(DataAsked(handle, *asked))
         try:
             return await asyncio.wait_for(answer, ANSWER_S)
@@ -161,6 +183,12 @@ class ArbiterLoop:
             if self._answers.get(handle) is answer:
                 del self._answers[handle]
                 self._take(AskEnded(handle))
+
+    async def sum(self, message: pb.SumMessage) -> pb.SumAnswer:
+        """Answers a member of a secure sum."""
+        if self._desk is None:
+            return pb.SumAnswer(step="void")
+        return await self._desk.take(message)
 
     async def reports(self) -> AsyncIterator[Frame]:
         """Runs the loop to its end; yields reports, the last with its final state.
@@ -218,7 +246,7 @@ class ArbiterLoop:
     def _perform(self, instruction: Instruction) -> None:
         match instruction:
             case Decide(version, steps):
-                self._note_round()
+                self._note_round(self._machine.round)
                 self._gates.decide(self._gate, steps)
                 self._apply(version, len(steps))
             case Void(step):
@@ -226,16 +254,30 @@ class ArbiterLoop:
             case DealData(replica, leases):
                 answer = self._answers.get(replica)
                 if answer is not None and not answer.done():
-                    answer.set_result(deal_of(leases))
+                    answer.set_result(deal_of(leases, self._number))
             case Halt(version):
                 self._halts.begin(version, self._order.sync.halt_s)
                 self._report("running", version)
             case End(state, error):
                 self._end(state, error)
+            case BeginSum() | SumSays() | GiveUpSum():
+                self._sum(instruction)
 
-    def _note_round(self) -> None:
-        """Notes who takes part in the update that was decided now."""
-        if (record := self._machine.round) is None:
+    def _sum(self, instruction: BeginSum | SumSays | GiveUpSum) -> None:
+        assert self._desk is not None  # who asks has a rule
+        match instruction:
+            case BeginSum(number, members):
+                self._number = number
+                self._desk.begin(number, members)
+            case SumSays(_, what):
+                self._desk.perform(what)
+            case GiveUpSum(record):
+                self._note_round(record)
+                self._desk.end()
+
+    def _note_round(self, record: RoundRecord | None) -> None:
+        """Notes who takes part in the update that was decided now, or given up."""
+        if record is None:
             return
         now, task = self._clock.now(), self._replicas
         first = now if self._first_at is None else self._first_at
@@ -246,6 +288,7 @@ class ArbiterLoop:
                 members=[task[name] for name in record.members],
                 dropped={task[name]: why for name, why in record.dropped.items()},
                 wait_s=now - first,
+                void=record.void,
             )
         )
 
@@ -276,7 +319,7 @@ class ArbiterLoop:
         try:
             self._driver.start(
                 self._order.handle,
-                _entropy(self._order.sync.entropy),
+                {**_entropy(self._order.sync.entropy), **self._unmasking()},
                 computed,
                 over,
                 timeout_s=self._order.step_timeout_s,
@@ -284,8 +327,18 @@ class ArbiterLoop:
         except JGError as error:
             self._end("failed", error)
 
+    def _unmasking(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Returns the feed of an update that takes masks away; ends the sum."""
+        if self._desk is None:
+            return {}
+        correction = self._desk.correction
+        self._desk.end()
+        return {"unmask": correction}
+
     def _end(self, state: str, error: JGError | None) -> None:
         self._halts.end()
+        if self._desk is not None:
+            self._desk.end()
         over = RunOverError("the training run has all its updates, or was stopped")
         in_order = error is None or isinstance(error, NonFiniteError)
         self._gates.close(self._gate, over if in_order else error or over)

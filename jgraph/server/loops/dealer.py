@@ -50,6 +50,9 @@ class Deals(Protocol):
     async def ask(self, question: pb.AskData) -> pb.DataDeal:
         """Answers a worker that asks for batches."""
 
+    async def sum(self, message: pb.SumMessage) -> pb.SumAnswer:
+        """Answers a member of a secure sum."""
+
 
 @final
 class Dealer:
@@ -240,6 +243,13 @@ class Dealers:
                 del self._loops[question.run]
             return deal_of(())
         return await deals.ask(question)
+
+    async def sum(self, message: pb.SumMessage) -> pb.SumAnswer:
+        """Answers a member of a secure sum."""
+        loop = self._loops.get(message.run)
+        if loop is None or not loop.done():
+            return pb.SumAnswer(step="void")
+        return await loop.result().sum(message)
 
     def loop_begins(self, name: str, deals: Deals) -> None:
         """A loop that deals out its data begins here."""

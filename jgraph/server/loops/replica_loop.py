@@ -42,6 +42,7 @@ from jgraph.runtime.executor import StepTimes
 from jgraph.server.loops.data_feed import DataFeed, NumberedBatch
 from jgraph.server.loops.halt_timer import HaltTimer
 from jgraph.server.loops.reports import LoopReports
+from jgraph.server.loops.sum_part import SumPart
 from jgraph.server.steps.driver import Fetches, StepDriver
 
 
@@ -73,6 +74,7 @@ class LoopRun:
       driver: drives the steps.
       clock: time for reports.
       piece_times: learns how long it takes for a piece, where steps are of several.
+      part: in secure sums; None: it has none.
 
     Attributes:
       record: what it reports.
@@ -85,12 +87,14 @@ class LoopRun:
         driver: StepDriver,
         clock: Clock,
         piece_times: PieceTimes,
+        part: SumPart | None = None,
     ) -> None:
         self._order = order
         self._piece_times = piece_times
         self._driver = driver
         self._clock = clock
         self._feed = feed
+        self._part = part
         # Steps that wait for a batch, in order, and since when.
         self._unfed: deque[tuple[int, float]] = deque()
         self._is_taking = False
@@ -230,6 +234,8 @@ class LoopRun:
                 ]:
                     if name:
                         feeds[name] = np.asarray(value, np.int32)
+                if self._part is not None:
+                    feeds["mask"] = self._part.mask(batch.number)
                 fed = self._fed[step] = FedStep(feeds, batch.pieces, wanted_s)
                 self._drive(step, fed)
                 self._take_batch()
@@ -313,6 +319,8 @@ class LoopRun:
     def _end(self, state: str, error: JGError | None) -> None:
         self._halts.end()
         self._feed.close()
+        if self._part is not None:
+            self._part.close()
         if error is None:
             self._report("left" if self._leaving and state == "stopped" else state)
         self.record.end(error)

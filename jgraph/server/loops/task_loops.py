@@ -8,7 +8,7 @@ from typing import Final, final
 
 from jgraph.cluster.deadlines import CONTROL_S, bounded_s, bulk_timeout_s
 from jgraph.cluster.fed_data import FedReader
-from jgraph.cluster.loop_messages import source_info
+from jgraph.cluster.loop_messages import source_info, sums_of
 from jgraph.cluster.methods import Answer, reading
 from jgraph.coordination.data.dispatch import Dispatch
 from jgraph.coordination.data.shares import PieceTimes
@@ -35,6 +35,7 @@ from jgraph.server.loops.data_feed import Ask, BatchReader, DataFeed, deal_alone
 from jgraph.server.loops.dealer import ANSWER_S, Dealers
 from jgraph.server.loops.replica_loop import LoopRun
 from jgraph.server.loops.reports import LoopReports
+from jgraph.server.loops.sum_part import SumPart
 from jgraph.server.steps.driver import StepDriver
 from jgraph.server.steps.task_host import TaskHost
 from jgraph.server.task_context import TaskContext
@@ -202,6 +203,7 @@ class TaskLoops:
         if order.HasField("sync"):
             return ArbiterLoop(
                 *(order, self._driver, self._gates, self._context.clock),
+                self._shell.run,
                 self._ask_whether_there(TaskName(order.master)),
             )
         if order.data not in self._data:
@@ -209,12 +211,39 @@ class TaskLoops:
                 f"{self._task} has no data set '{order.data}' (it may have been "
                 "restarted); call fit again to upload the data"
             )
-        times = PieceTimes()
-        feed = self._feed(order, self._data[order.data], times)
-        return LoopRun(order, feed, self._driver, self._context.clock, times)
+        times, part = PieceTimes(), self._part(order)
+        feed = self._feed(order, self._data[order.data], times, part)
+        return LoopRun(order, feed, self._driver, self._context.clock, times, part)
+
+    def _part(self, order: pb.RunLoop) -> SumPart | None:
+        """Returns the part of a loop in secure sums; None: it has none."""
+        if (rule := sums_of(order)) is None:
+            return None
+        plan = SlotPlan.from_dict(json.loads(order.data_plan))
+        dealer = TaskName(order.dealer)
+        address = "" if dealer == self._task else self._address(dealer)
+
+        async def send(message: pb.SumMessage) -> pb.SumAnswer:
+            message.run, message.handle = order.data_run, order.handle
+            if dealer == self._task:
+                return await self._dealers.sum(message)
+            reply = await self._context.transport.ask(
+                address,
+                "Master.SecureSum",
+                frame(sum_message=message),
+                timeout_s=ANSWER_S + CONTROL_S,
+            )
+            answer: pb.SumAnswer = body_of(reply)
+            return answer
+
+        return SumPart(self._task, rule, plan, send, self._shell.run)
 
     def _feed(
-        self, order: pb.RunLoop, reader: Reader | FedReader, times: PieceTimes
+        self,
+        order: pb.RunLoop,
+        reader: Reader | FedReader,
+        times: PieceTimes,
+        part: SumPart | None = None,
     ) -> DataFeed:
         if order.data_plan:
             plan = SlotPlan.from_dict(json.loads(order.data_plan))
@@ -227,6 +256,8 @@ class TaskLoops:
         else:
             own = Dispatch(plan, budget=order.steps, workers=1, skip=order.first_step)
             ask = deal_alone(own)
+        if part is not None:
+            ask = part.asking(ask)
         feeds = dict(zip(sorted(reader.fields), order.data_feeds, strict=False))
         # A dealer of synchronous training tells no answers that were lost apart.
         supervised = bool(order.data_run) and not order.batch_feed

@@ -20,7 +20,7 @@ class Round:
       number: updates of the model with this one; the ``step`` of ``Run.metrics``.
       members: clients whose contributions count.
       dropped: other clients that were invited, and why nothing of them counts:
-        ``"lost"`` or ``"late"``.
+        ``"lost"``, ``"late"``, or ``"gave up"`` its part in a secure sum.
       steps: that the members took, all together.
       nbytes: that parameters and contributions of the members have on the way.
       wait_s: seconds from the first contribution until the round was over.
@@ -28,6 +28,8 @@ class Round:
         it takes longer than a round, so it is that of the next round of which it was
         computed; exact of the last one of a run that has ended. None: without
         ``privacy=``, or not computed yet.
+      void: why it was given up, with ``secure_sum=``: nothing of it counts, and it was
+        begun again under the same number. Empty: it was not.
     """
 
     number: int
@@ -37,8 +39,11 @@ class Round:
     nbytes: int = 0
     wait_s: float = 0.0
     epsilon: float | None = None
+    void: str = ""
 
     def __str__(self) -> str:
+        if self.void:
+            return f"round {self.number}  {self.void}"
         epsilon = "" if self.epsilon is None else f"  epsilon {self.epsilon:.3g}"
         dropped = "".join(f"; {task} {why}" for task, why in self.dropped.items())
         return (
@@ -84,7 +89,7 @@ class Rounds(Sequence[Round]):
             (
                 r.number,
                 len(r.members),
-                ", ".join(f"{task} {why}" for task, why in r.dropped.items()),
+                r.void or ", ".join(f"{task} {why}" for task, why in r.dropped.items()),
                 r.steps,
                 bytes_text(r.nbytes),
                 f"{r.wait_s:.1f} s",
@@ -101,6 +106,7 @@ class RoundBook:
 
     def __init__(self) -> None:
         self._rounds: dict[int, Round] = {}
+        self._voids: list[Round] = []
         self.nbytes = 0
         """That one member has on the way in a round."""
 
@@ -109,17 +115,23 @@ class RoundBook:
         if report.restored is not None:
             last = report.restored.back_to
             self._rounds = {n: r for n, r in self._rounds.items() if n <= last}
+            self._voids = [one for one in self._voids if one.number <= last]
         for record, wait_s in report.rounds:
             members = tuple(map(TaskName, record.members))
             dropped = {TaskName(task): why for task, why in record.dropped.items()}
-            nbytes = len(members) * self.nbytes
-            self._rounds[record.number + 1] = Round(
-                record.number + 1, members, dropped, 0, nbytes, wait_s
-            )
+            nbytes, number = len(members) * self.nbytes, record.number + 1
+            one = Round(number, members, dropped, 0, nbytes, wait_s, void=record.void)
+            if one.void and one not in self._voids:
+                self._voids.append(one)
+            elif not one.void:
+                self._rounds[number] = one
 
     def rounds(self) -> Rounds:
-        """Returns those that are over."""
-        return Rounds([self._rounds[number] for number in sorted(self._rounds)])
+        """Returns those that are over; one that was given up is before its number."""
+        # Sorting keeps the order of those with one number.
+        return Rounds(
+            sorted([*self._voids, *self._rounds.values()], key=lambda r: r.number)
+        )
 
 
 def with_steps(rounds: Rounds, means: Mapping[int, float]) -> Rounds:
@@ -158,6 +170,7 @@ def with_epsilon(rounds: Rounds, readings: Mapping[int, float]) -> Rounds:
     with_it = []
     for one in rounds:
         place = bisect_left(later, one.number)
-        epsilon = readings[later[place]] if place < len(later) else None
+        is_over = place < len(later) and not one.void
+        epsilon = readings[later[place]] if is_over else None
         with_it.append(replace(one, epsilon=epsilon))
     return Rounds(with_it)

@@ -12,7 +12,7 @@ from jgraph.graph.device import DeviceSpec, device
 from jgraph.graph.graph import Graph
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
-from jgraph.plan.program.accumulate import MEAN, SLOT
+from jgraph.plan.program.accumulate import MEAN, SLOT, SUM
 from jgraph.train.model.checks import warn_of_same_draws
 from jgraph.train.model.metrics import (
     WHOLE,
@@ -20,6 +20,8 @@ from jgraph.train.model.metrics import (
     num_pieces,
     pieces as in_pieces,
 )
+from jgraph.train.privacy.secure_sum import SecureSum
+from jgraph.train.privacy.secure_words import SecureWords
 from jgraph.train.step.batch_pieces import BatchPieces
 from jgraph.train.step.compress import Counted
 from jgraph.train.step.local_steps import INNER
@@ -49,6 +51,7 @@ class SyncStep:
       replicas: how many workers may contribute; as many if unset.
       cut: a worker's batch is of several pieces, of which ``batch`` is one; None: of
         one.
+      secure: the ps see sums of what is contributed alone; None: they see each.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class SyncStep:
         contributions: int,
         replicas: int | None = None,
         cut: BatchPieces | None = None,
+        secure: SecureSum | None = None,
     ) -> None:
         self._step = step
         self._batch = batch
@@ -94,7 +98,18 @@ class SyncStep:
         if step.compression is not None:
             self._counter = Counted(replicas or contributions, home, step.container)
         self._take_part: Variable | None = None
-        if step.private is not None:
+        self._secure: SecureWords | None = None
+        self._sums: list[Variable] = []
+        if secure is not None:
+            types = jax.tree.map(lambda v: v.spec.aval, tree["state"])
+            sums = jax.tree.map(lambda v: self._beside(v, SUM), tree["params"])
+            self._secure = SecureWords(secure, sums, types, loss, metrics)
+            others = (self._secure.others,)
+            self._sums = [
+                *jax.tree.leaves(sums),
+                self._mean(f"{SUM}others", others, jnp.uint32, home),
+            ]
+        elif step.private is not None:
             shape = (replicas or contributions,)
             self._take_part = self._mean(_TAKE_PART, shape, jnp.float32, home)
 
@@ -104,13 +119,20 @@ class SyncStep:
         private = self._step.private
         return None if private is None else private.entropy(self._step.adapter.params)
 
+    @property
+    def words(self) -> int:
+        """How many words of a secure sum a contribution has; 0: it is none."""
+        return 0 if self._secure is None else self._secure.words
+
     def apply_graph(self) -> Graph:
         """Returns the graph of an update from what is averaged.
 
         Fetches are ``['loss']`` and the metrics, averaged as well; those of whole
         numbers in pieces, see ``jgraph.train.model.metrics``. Of private training
-        ``entropy`` is a feed.
+        ``entropy`` is a feed, and of secure sums ``unmask``.
         """
+        if self._secure is not None:
+            return self._apply_graph_of_sums(self._secure)
         constants = self._step.constants(self._batch)
 
         def apply_mean(entropy: Any = None) -> dict[str, Any]:
@@ -149,6 +171,31 @@ class SyncStep:
         variables = [*self._step.variables, *means, *self._times]
         feeds = [] if self.entropy is None else [self.entropy]
         return trace(apply_mean, *feeds, variables=variables)[0]
+
+    def _apply_graph_of_sums(self, secure: SecureWords) -> Graph:
+        constants = self._step.constants(self._batch)
+        private = self._step.private
+
+        def apply_sum(unmask: Any, entropy: Any = None) -> dict[str, Any]:
+            means = secure.unmasked([v[...] for v in self._sums], unmask)
+            grads, metrics = means.grads, dict(means.metrics)
+            if private is not None:
+                total = jax.tree.map(lambda x: x * means.weight.astype(x.dtype), grads)
+                grads = private.mean(total, entropy, private.expected(self._batch))
+            tree = self._step.unflatten(list(self._step.variables))
+            grads = jax.tree.map(lambda g, v: g.astype(v.dtype), grads, tree["params"])
+            state = jax.tree.map(
+                lambda new, old: jnp.where(means.weight > 0, new, old[...]),
+                *(means.state, tree["state"]),
+            )
+            checks = self._step.check(means.loss, grads)
+            self._step.update(means.loss, grads, state, checks, constants, None, {})
+            metrics = {WHOLE * (n in self._whole) + n: v for n, v in metrics.items()}
+            return {"loss": means.loss, **metrics, **checks}
+
+        feeds = [secure.feed] + ([] if self.entropy is None else [self.entropy])
+        variables = [*self._step.variables, *self._sums]
+        return trace(apply_sum, *feeds, variables=variables)[0]
 
     def _noised(self, means: Any, take_part: Any, entropy: Any) -> Any:
         """Returns private gradients, given their means without noise.
@@ -190,6 +237,7 @@ class SyncStep:
             slot: Any,
             steps: Any = None,
             pieces: Any = None,
+            mask: Any = None,
         ) -> dict[str, Any]:
             if self._cut is None:
                 computed = self._step.computed(
@@ -199,6 +247,10 @@ class SyncStep:
                 computed = self._step.computed_in(
                     self._cut, batch, pieces, step, replica
                 )
+            if self._secure is not None:
+                contributed = self._secured(computed, mask)
+                self._write({m: contributed[m.name] for m in means}, slots, slot)
+                return {"loss": computed.loss}
             result, who = self._weighed(computed), dict[str, Any]()
             grads = result.grads
             if compression is not None and self._counter is not None:
@@ -224,11 +276,7 @@ class SyncStep:
                     LOSS: result.loss.astype(self._loss.dtype),
                     **who,
                 }
-                slot = slot + 0  # a feed stays on the worker, what it computes travels
-            for mean in means:
-                mean[...] = values[mean.name]
-            for variable in slots:
-                variable[...] = slot
+            self._write({m: values[m.name] for m in means}, slots, slot)
             return {"loss": computed.loss}
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
@@ -240,12 +288,37 @@ class SyncStep:
             feeds = *feeds, number
         if self._cut is not None:
             feeds = self._cut.together(self._batch), *feeds[1:], None, number
+        if self._secure is not None:
+            feeds = *feeds, *([None] * (6 - len(feeds))), self._secure.feed
         graph, _ = trace(contribute, *feeds, variables=variables)
         warn_of_same_draws(graph)
         notes = [*(self._by_rows.notes if self._by_rows else ())]
-        beside = (compression, local, self._cut, self._step.private)
+        beside = (compression, local, self._cut, self._step.private, self._secure)
         notes += [each.note for each in beside if each]
         return replace(graph, notes=tuple(notes))
+
+    def _secured(self, result: Computed, mask: Any) -> dict[str, Any]:
+        """Returns what a client contributes to a secure sum, by name of the variable.
+
+        Called inside a graph.
+        """
+        local, secure = self._step.local, self._secure
+        assert secure is not None  # who asks has some
+        weighs = local is not None and local.rule.weighs
+        values = secure.contribution(result, mask, weighs=weighs)
+        names = [variable.name for variable in self._sums]
+        return dict(zip(names, values, strict=True))
+
+    def _write(
+        self, values: Mapping[Any, Any], slots: Sequence[Variable], slot: Any
+    ) -> None:
+        """Writes what is contributed, and of which batch; called inside a graph."""
+        with device("/job:worker"):
+            slot = slot + 0  # a feed stays on the worker, what it computes travels
+        for variable, value in values.items():
+            variable[...] = value
+        for variable in slots:
+            variable[...] = slot
 
     def _weighed(self, result: Computed) -> Computed:
         """Returns what a worker contributes of what it made; called inside a graph."""
@@ -277,6 +350,8 @@ class SyncStep:
         return self._by_rows.tables.tables if self._by_rows else ()
 
     def _means(self) -> list[Variable | RowMean]:
+        if self._secure is not None:
+            return [*self._sums]
         trees = (self._grads, self._state, self._inner, self._metrics, self._loss)
         counters = [] if self._counter is None else [self._counter.who]
         weights = [] if self._weight is None else [self._weight.variable]
@@ -287,13 +362,13 @@ class SyncStep:
     def _times(self) -> list[Variable]:
         return [] if self._counter is None else [self._counter.times]
 
-    def _beside(self, variable: Variable) -> Variable:
-        """Returns the variable for the mean of one, cut as that one is."""
+    def _beside(self, variable: Variable, prefix: str = MEAN) -> Variable:
+        """Returns the variable for the mean of one, or the sum, cut as that one is."""
         cut, shape = variable.spec.sharding, variable.shape
         counts = [cut.shards if cut and n == cut.axis else 1 for n in range(len(shape))]
         return Variable(
-            MEAN + variable.name,
-            (shape, variable.dtype, None),
+            prefix + variable.name,
+            (shape, jnp.uint32 if prefix == SUM else variable.dtype, None),
             device=variable.device,
             container=self._step.container,
             partitioner=None if cut is None else lambda *_: counts,

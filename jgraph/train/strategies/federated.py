@@ -13,6 +13,7 @@ from jgraph.plan.placement.spread import PlacementFunction
 from jgraph.train.counts import as_ints, is_count, is_duration
 from jgraph.train.model.optimizer import Optimizer
 from jgraph.train.privacy.options import Privacy, check_privacy
+from jgraph.train.privacy.secure_sum import SecureSum
 from jgraph.train.state.durability import Durability
 from jgraph.train.step.compress import GradientDtype
 from jgraph.train.step.local_steps import INNER_STATES, InnerState, LocalRule
@@ -74,6 +75,8 @@ class Federated:
       privacy: ``Privacy(unit="client", …)`` hides what each client contributes, and so
         its data as a whole; needs ``weight="equal"``. Each round counts for each
         client: who is drawn is no secret.
+      secure_sum: ``SecureSum(…)``: the ps see the sum of what the clients of a round
+        contribute, and nothing of each.
 
     Raises:
       ConfigError: an option outside what is possible.
@@ -102,6 +105,7 @@ class Federated:
     durability: Durability = "checkpoint"
     elastic: Elastic | None = None
     privacy: Privacy | None = None
+    secure_sum: SecureSum | None = None
 
     def __post_init__(self) -> None:
         for name, what in [
@@ -133,6 +137,39 @@ class Federated:
         check_one_of("inner_state", self.inner_state, INNER_STATES)
         _ = self.rounds  # refuses what a SyncPS does
         self._check_privacy()
+        self._check_secure()
+
+    def _check_secure(self) -> None:
+        if self.secure_sum is None:
+            return
+        if not isinstance(self.secure_sum, SecureSum):
+            raise ConfigError(
+                f"secure_sum is {self.secure_sum!r:.60}; give jg.SecureSum(…)"
+            )
+        for option, is_set, why in [
+            (
+                "gradient_dtype",
+                self.gradient_dtype is not None,
+                "what rounding leaves of one cannot be told from masks",
+            ),
+            (
+                "inner_state",
+                self.inner_state == "average",
+                "the state of an optimizer has no bound to cut it to",
+            ),
+            (
+                "durability",
+                self.durability != "checkpoint",
+                "what is kept of an update would be of masked contributions",
+            ),
+        ]:
+            value = getattr(self, option)
+            if is_set:
+                raise ConfigError(
+                    f"Federated(secure_sum=…) with {option}={value!r:.40} needs what "
+                    f"each client contributes, and the ps see the sum alone: {why}; "
+                    f"leave out {option}="
+                )
 
     def _check_privacy(self) -> None:
         check_privacy(self.privacy, "Federated", "client")

@@ -35,6 +35,7 @@ class Prepared:
       of_workers: the program of each worker, where they hold variables; else all have
         that of the plan.
       entropy: shape of the random bits that an update is fed; empty: none.
+      words: of what is contributed to secure sums; 0: the ps see each.
       handles: of the registered programs: one per replica, then that of ``on_ps``.
       workers: by handle, also of programs of workers that were lost.
     """
@@ -47,6 +48,7 @@ class Prepared:
     on_ps: Sequence[Program] = ()
     of_workers: Mapping[TaskName, Program] = field(default_factory=dict)
     entropy: Sequence[int] = ()
+    words: int = 0
     handles: list[str] = field(default_factory=list)
     workers: dict[str, TaskName] = field(default_factory=dict)
 

@@ -255,10 +255,11 @@ def make_runner(
         return LocalRunner(step, clock)
     if (together := together_of(strategy)) is not None:
         pace_s = strategy.sync_every_s if isinstance(strategy, LocalSGD) else None
-        rule = None
+        rule = secure = None
         if isinstance(strategy, Federated):
             rule = strategy.invitations(seed, len(cluster.tasks("worker")))
-        return SyncRunner(step, cluster, together, pace_s or 0.0, rule)
+            secure = strategy.secure_sum
+        return SyncRunner(step, cluster, together, pace_s or 0.0, rule, secure)
     alone = strategy.apart if isinstance(strategy, LocalSGD) else strategy
     assert isinstance(alone, AsyncPS)  # the others are in step
     return AsyncRunner(step, cluster, alone)

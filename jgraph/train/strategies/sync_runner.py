@@ -19,6 +19,7 @@ from jgraph.cluster.loop_messages import ARBITER, LoopRequest, SyncRequest
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.shares import Cut
 from jgraph.coordination.sync.rounds import RoundRule
+from jgraph.coordination.sync.secure_rounds import SumRule
 from jgraph.errors import ConfigError
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
@@ -27,6 +28,7 @@ from jgraph.plan.program.accumulate import MEAN, averaging, contributing, shards
 from jgraph.plan.program.replicas import own_prefix
 from jgraph.train.data.data import Dataset
 from jgraph.train.model.metrics import CONTRIBUTIONS
+from jgraph.train.privacy.secure_sum import SecureSum
 from jgraph.train.run.members import RunMembers
 from jgraph.train.run.rounds import Rounds
 from jgraph.train.state.placement import plan_on
@@ -60,6 +62,7 @@ class SyncRunner:
       strategy: how many contributions a step takes.
       pace_s: seconds of the steps that a worker takes alone, where it is told how many.
       rule: how many workers are invited to a step; None: all take part.
+      secure: the ps see sums of what they contribute alone; None: they see each.
 
     Attributes:
       runs: what it has done on the cluster, and does.
@@ -75,8 +78,10 @@ class SyncRunner:
         strategy: SyncPS,
         pace_s: float = 0.0,
         rule: RoundRule | None = None,
+        secure: SecureSum | None = None,
     ) -> None:
         self._step = step
+        self._secure = secure
         self._rule = rule
         self._pace_s = pace_s
         self._cluster = cluster
@@ -91,6 +96,7 @@ class SyncRunner:
         self._workers = self.runs.workers
         strategy.contributions(len(self._workers.tasks))  # which may be too few
         self._cut: Cut | None = None
+        _ = self._sums  # which may be refused
         self.compute_wait_s: Mapping[int, float] = {}
         """For benchmarks: emulated computing by replica, see ``StepRun``."""
 
@@ -98,6 +104,28 @@ class SyncRunner:
     def _contributions(self) -> int:
         """How many an update takes of the workers that a run begins with."""
         return self._strategy.contributions(len(self._workers.tasks))
+
+    @property
+    def _sums(self) -> SumRule | None:
+        """How what is contributed is summed; None: the ps see each.
+
+        Raises:
+          ConfigError: the cluster has too few workers for that, or nobody knows.
+        """
+        if self._secure is None or self._rule is None:
+            return None
+        elastic, workers = self._strategy.elastic, len(self._workers.tasks)
+        if elastic is not None:
+            if elastic.most is None:
+                raise ConfigError(
+                    "secure_sum= with elastic=jg.Elastic(workers=(…, None)) needs to "
+                    "know how many clients there are at most, as their sum has to have "
+                    "room; write workers=(1, 16)"
+                )
+            workers = elastic.most
+        local = self._step.local
+        weighs = local is not None and local.rule.weighs
+        return self._secure.rule(self._rule.drawn(workers), weighs=weighs)
 
     def _most(self, batch: Any) -> tuple[int, int]:
         """Returns of how many contributions, and workers, an update is at most.
@@ -180,7 +208,7 @@ class SyncRunner:
         cut = None if self._cut is None else BatchPieces(self._cut.most)
         if cut is not None:
             check_rows(step.row_step(batch))
-        sync = SyncStep(step, batch, *self._most(batch), cut)
+        sync = SyncStep(step, batch, *self._most(batch), cut, self._secure)
         gate, ps = step.container, step.arrangement.ps
         apply_graph = sync.apply_graph()
         # Who counts the updates applies them, and decides what they are made of.
@@ -205,7 +233,9 @@ class SyncRunner:
         programs = {p.program.driver: p.program for p in plans} if owns else {}
         entropy = () if sync.entropy is None else sync.entropy.shape
         return Prepared(
-            *(graph, plan, names, shards, finite, on_ps, programs), entropy=entropy
+            *(graph, plan, names, shards, finite, on_ps, programs),
+            entropy=entropy,
+            words=sync.words,
         )
 
     def _plan_for(self, worker: TaskName, graph: Graph, ps: Sequence[TaskName]) -> Plan:
@@ -245,9 +275,13 @@ class SyncRunner:
         requests = self._workers.requests(
             *(prepared, order), step_timeout_s=patience_s, pace_s=self._pace_s
         )
+        sums = self._sums
+        if sums is not None:
+            sums = replace(sums, words=prepared.words)
         workers = [
             replace(
                 one,
+                sums=sums,
                 compute_wait_s=self.compute_wait_s.get(one.replica, 0.0),
                 pieces=0 if self._cut is None else self._cut.most,
                 pieces_feed="" if self._cut is None else "pieces",
@@ -267,6 +301,7 @@ class SyncRunner:
             cut=self._cut,
             entropy=prepared.entropy,
             rule=self._rule,
+            sums=sums,
         )
         arbiter = LoopRequest(
             task=shards[0],

@@ -171,7 +171,9 @@ def test_who_decides_ends_when_a_ps_is_lost_that_has_contributions() -> None:
         order.sync.data_position = json.dumps(SyncData(plan, ["w0"]).state())
         runtime = Tasks(FIRST).runtimes[FIRST]
         driver = StepDriver(runtime, StepMessages(transport))
-        loop = ArbiterLoop(order, driver, Gates(FIRST, transport, {}), SystemClock())
+        loop = ArbiterLoop(
+            order, driver, Gates(FIRST, transport, {}), SystemClock(), asyncio.to_thread
+        )
         loop.peer_lost(OTHER)
         with pytest.raises(TaskLostError, match=OTHER):
             async for _ in loop.reports():
