@@ -11,6 +11,7 @@ import typer
 from jgraph.cli.options import Json, TokenFile, say
 
 if TYPE_CHECKING:
+    from jgraph.cli.models_beside import ModelsBeside
     from jgraph.graph.device import TaskName
     from jgraph.server.server import Server
 
@@ -140,6 +141,32 @@ def server(
             "drained; 0 then means that a client ended it.",
         ),
     ] = 0,
+    models: Annotated[
+        Path | None,
+        typer.Option(
+            help="For the job `serve`: a directory of models, for which this process "
+            "answers requests beside its task; of those in training as they are now."
+        ),
+    ] = None,
+    http_port: Annotated[
+        int, typer.Option(help="With --models: port for REST; 0: any; -1: none.")
+    ] = 8000,
+    grpc_port: Annotated[
+        int, typer.Option(help="With --models: port for gRPC; 0: any; -1: none.")
+    ] = 8001,
+    serve_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --models: what callers show. If unset: ~/.jgraph/serve_token."
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(help="With --models: certificate that callers see, PEM."),
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(help="With --models: its key, PEM.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Serve one task of a cluster. SIGTERM drains it.
@@ -166,13 +193,55 @@ def server(
         running = _as_described(job, task, cluster, tls_dir, sources, options)
     from jgraph.server.main import serve
 
+    beside = None
+    if models is not None:
+        beside = _models_beside(
+            running,
+            models,
+            (cluster, tls_dir, token_file),
+            bind=bind,
+            http_port=None if http_port < 0 else http_port,
+            grpc_port=None if grpc_port < 0 else grpc_port,
+            token_file=serve_token_file,
+            tls=(tls_cert, tls_key) if tls_cert and tls_key else None,
+            insecure_i_accept=insecure_i_accept,
+        )
+
     def ready() -> None:
         facts = {"task": running.task, "target": running.target, "pid": os.getpid()}
         say(facts, f"{running.task} serves at {running.target}", as_json=as_json)
+        if beside is not None:
+            beside.start()
 
     orders = sys.stdin if end_with_input else None
-    if code := serve(running, orders, sigterm_code=sigterm_exit_code, ready=ready):
+    code = serve(running, orders, sigterm_code=sigterm_exit_code, ready=ready)
+    if beside is not None:
+        beside.stop()
+    if code:
         raise typer.Exit(code)
+
+
+def _models_beside(
+    running: "Server",
+    models: Path,
+    identity: tuple[Path | None, Path | None, Path | None],
+    **options: Any,
+) -> "ModelsBeside":
+    """Returns what serves models beside a task.
+
+    Args:
+      running: the task.
+      models: directory of them.
+      identity: cluster file, directory of certificates and file of the token, which
+        show that the server is a client of the cluster.
+      **options: of ``ModelServer``.
+    """
+    from jgraph.cli.models_beside import ModelsBeside
+    from jgraph.cluster.transport_choice import tls_directory_in
+
+    cluster, tls_dir, token_file = identity
+    tls = tls_dir or (tls_directory_in(cluster) if cluster else None)
+    return ModelsBeside(running, models, tls, token_file, **options)
 
 
 def _check_joins(job: str | None, task: int | None, cluster: Path | None) -> None:

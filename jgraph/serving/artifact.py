@@ -52,7 +52,7 @@ from jgraph.serving.signature import DATATYPES, MAX_RANK, Array, Signature, Tens
 
 FILE: Final = "jgraph_model.json"
 FORMAT: Final = 1
-KINDS: Final = ("stablehlo", "program")
+KINDS: Final = ("stablehlo", "program", "live")
 MAX_MANIFEST_BYTES: Final = 64 << 20
 MAX_PROGRAM_BYTES: Final = 1 << 30
 MAX_EXAMPLE_BYTES: Final = 1 << 30
@@ -74,7 +74,8 @@ class ModelManifest:
       arrays: its arrays, by path: ``params/Dense_0/kernel``.
       platforms: what its programs were made for.
       source: where it comes from: time, and step of a training.
-      kind: ``"stablehlo"``; ``"program"``: code is that of a program, for tasks.
+      kind: ``"stablehlo"``; ``"program"``: code is that of a program, for tasks;
+        ``"live"``: arrays are on the parameter servers of a run.
       jgraph: the version that wrote it.
       jax: likewise.
     """
@@ -294,6 +295,16 @@ def checked_program(version: Path, digest: str) -> bytes:
         what = "its content is not what was exported"
         raise damaged(version, f"programs/{digest}", what)
     return code
+
+
+def programs_in(version: Path) -> list[str]:
+    """Returns the digests by which the code of a version is called.
+
+    Raises:
+      ArtifactError: there is no directory of it.
+    """
+    with _naming(version, "programs"), os.scandir(version / "programs") as entries:
+        return [one.name for one in entries if _DIGEST.fullmatch(one.name)]
 
 
 def read_arrays(version: Path, manifest: ModelManifest) -> Iterator[tuple[str, Array]]:

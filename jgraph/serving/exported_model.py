@@ -15,6 +15,7 @@ from jgraph.runtime.compiled.compile_cache import CompileCache, Executable
 from jgraph.serving.artifact import (
     ModelManifest,
     checked_program,
+    programs_in,
     read_arrays,
     read_example,
     read_manifest,
@@ -110,9 +111,10 @@ def read_version(path: Path, cache: CompileCache) -> LoadedVersion[LoadedFunctio
     """
     manifest = read_manifest(path)
     if manifest.kind != "stablehlo":
+        where = "over tasks" if manifest.kind == "program" else "in training"
         raise ArtifactError(
-            f"{path} is a model over tasks, and this process is none; serve it by a "
-            "cluster: jg.serve(path, cluster=…)"
+            f"{path} is a model {where}, and this process has no part in it; serve it "
+            "by a cluster: jg.serve(path, cluster=…)"
         )
     with wide_types():  # the manifest says what each array is
         arrays = {n: jax.device_put(a) for n, a in read_arrays(path, manifest)}
@@ -226,8 +228,9 @@ class ExportedModel:
         """
         for _ in read_arrays(self.path, self.manifest):
             pass
-        for one in self.signatures.values():
-            checked_program(self.path, one.program)
+        used = {one.program for one in self.signatures.values()}
+        for digest in sorted(used.union(programs_in(self.path))):
+            checked_program(self.path, digest)
         read_example(self.path, self.manifest)
         return self
 

@@ -58,7 +58,9 @@ class ModelServer:
     Args:
       path: a directory of models, or one model; None: only ``models``.
       models: served as well, from elsewhere; ``run.serve`` makes one.
-      cluster: computes models over tasks, which ``jg.export(session=…)`` wrote.
+      may_be_empty: start without any model; those that come are served.
+      cluster: computes models over tasks, which ``jg.export(session=…)`` wrote, and has
+        the parameters of those that ``jg.export(rows="ps")`` wrote.
       http_port: 0: any that is free; None: no HTTP.
       grpc_port: likewise.
       bind: the address to listen at.
@@ -93,6 +95,7 @@ class ModelServer:
         path: str | Path | None,
         *,
         models: Sequence[VersionSource] = (),
+        may_be_empty: bool = False,
         cluster: Cluster | None = None,
         http_port: int | None = 0,
         grpc_port: int | None = 0,
@@ -107,6 +110,7 @@ class ModelServer:
     ) -> None:
         self.path = None if path is None else Path(path).expanduser().absolute()
         self._sources = tuple(models)
+        self._may_be_empty = may_be_empty
         self._cluster = cluster
         self._bind = bind
         self._tls = tls and tuple(Path(path).expanduser() for path in tls)
@@ -153,7 +157,7 @@ class ModelServer:
 
     async def _start(self) -> None:
         await self._look()
-        if not self._models.by_name:
+        if not (self._models.by_name or self._may_be_empty):
             raise ConfigError(
                 f"{self.path} holds no exported models; jg.export writes them to "
                 "PATH/NAME/VERSION"

@@ -54,6 +54,7 @@ from jgraph.serving.exported_model import (
 )
 from jgraph.serving.function_queue import FunctionQueue
 from jgraph.serving.labels import Labels, read_labels, set_label
+from jgraph.serving.live.live_version import read_live
 from jgraph.serving.model_options import ModelOptions, read_options
 from jgraph.serving.statistics import Statistics
 from jgraph.serving.tasks.program_file import program_from
@@ -170,16 +171,23 @@ class ExportedVersions:
         manifest = read_manifest(path)
         if manifest.kind == "stablehlo":
             return read_version(path, self._cache), options
-        return self._over_tasks(path, manifest), options
+        if self._cluster is None:
+            is_live = manifest.kind == "live"
+            what = "is in training" if is_live else "runs on several tasks"
+            raise ArtifactError(
+                f"{self.name} {what}; give the server a cluster: jg.serve(path, "
+                "cluster=…), jgraph serve --cluster jgraph://host:8470"
+            )
+        if manifest.kind == "program":
+            return self._over_tasks(path, manifest, self._cluster), options
+        live, limits = read_live(
+            path, manifest, self._cluster, self._cache, self._threads, options.limits
+        )
+        return live, replace(options, limits=limits)
 
     def _over_tasks(
-        self, path: Path, manifest: ModelManifest
+        self, path: Path, manifest: ModelManifest, cluster: Cluster
     ) -> LoadedVersion[WaitingFunction]:
-        if self._cluster is None:
-            raise ArtifactError(
-                f"{self.name} runs on several tasks; give the server a cluster: "
-                "jg.serve(path, cluster=…), jgraph serve --cluster jgraph://host:8470"
-            )
         arrays = dict(read_arrays(path, manifest))
         functions: dict[str, WaitingFunction] = {
             name: ProgramFunction(
@@ -187,7 +195,7 @@ class ExportedVersions:
                 one,
                 program_from(checked_program(path, one.program)),
                 arrays,
-                self._cluster,
+                cluster,
                 self._threads,
             )
             for name, one in manifest.signatures.items()

@@ -50,8 +50,10 @@ from jgraph.serving.signature import (
     Signature,
     TensorSpec,
 )
+from jgraph.train.export_live import export_live
 from jgraph.train.export_program import export_program, refuse_for_tasks
 from jgraph.train.hash_tables.hash_table import linen_tables, nnx_tables
+from jgraph.train.live.live_model import LiveSource
 from jgraph.train.model.losses import positional
 from jgraph.train.model.served import (
     Example,
@@ -75,6 +77,9 @@ class Trained(Protocol):
     def predictor(self) -> Predictor:
         """Returns the model as a function."""
 
+    def live_source(self) -> LiveSource:
+        """Returns the model as it is trained."""
+
 
 @overload
 def export(
@@ -92,6 +97,7 @@ def export(
     rtol: float = ...,
     format: Literal["jgraph"] = ...,
     session: Session | None = ...,
+    rows: Literal["copy", "ps"] = ...,
 ) -> ExportedModel: ...
 @overload
 def export(
@@ -126,6 +132,7 @@ def export(
     format: Literal["jgraph", "saved_model"] = "jgraph",  # noqa: A002
     tensorflow: str | Path | None = None,
     session: Session | None = None,
+    rows: Literal["copy", "ps"] = "copy",
 ) -> ExportedModel | Path:
     """Writes a version of a model, for ``jg.serve`` and ``ExportedModel.predict``.
 
@@ -156,6 +163,9 @@ def export(
         ``JGRAPH_TENSORFLOW_PYTHON``.
       session: has the variables that ``model``, a function, uses on the tasks of a
         cluster; it is then exported as a program for as many tasks, with their values.
+      rows: ``"ps"``: no array is written. Parameters stay on the parameter servers of
+        the run, and servers that are given its cluster answer with them as they are
+        trained, as ``run.serve`` does.
 
     Raises:
       ArtifactError: a number that is taken, a random number in the function, an output
@@ -190,6 +200,25 @@ def export(
         if label is not None:
             set_label(where, label, number)
         return ExportedModel(where / str(number)).verify()
+    if rows != "copy":
+        return _exported_live(
+            model,
+            example,
+            where,
+            rows,
+            fn,
+            label,
+            {
+                "params": params,
+                "signatures": signatures,
+                "platforms": platforms,
+                "tensorflow": tensorflow,
+                "format": None if format == "jgraph" else format,
+            },
+            version=version,
+            batch=batch,
+            rtol=rtol,
+        )
     if format == "saved_model":
         if label is not None:
             raise ArtifactError("a SavedModel has no labels; leave label= away")
@@ -242,6 +271,32 @@ def export(
         number = write_version(
             where, manifest, arrays, programs, dict.fromkeys(exports, row), version
         )
+    if label is not None:
+        set_label(where, label, number)
+    return ExportedModel(where / str(number)).verify()
+
+
+def _exported_live(
+    model: Any,
+    example: Any,
+    where: Path,
+    rows: str,
+    fn: Callable[..., Any] | None,
+    label: str | None,
+    others: Mapping[str, Any],
+    **options: Any,
+) -> ExportedModel:
+    if rows != "ps":
+        raise ArtifactError(f'rows={rows!r}: give "copy", or "ps"')
+    for name, value in others.items():
+        if value is not None:
+            raise ArtifactError(f'rows="ps" goes with no {name}=; leave it away')
+    if not isinstance(model, Trained):
+        raise ArtifactError(
+            'rows="ps" serves a model from the parameter servers that train it; give '
+            f"the Trainer or the Run, not a {type(model).__name__}"
+        )
+    number = export_live(model.live_source(), example, where, fn, **options)
     if label is not None:
         set_label(where, label, number)
     return ExportedModel(where / str(number)).verify()

@@ -33,7 +33,7 @@ from jgraph.train.fit import (
     one_of,
     wait_or_stop,
 )
-from jgraph.train.live.live_model import LiveModel
+from jgraph.train.live.live_model import LiveModel, LiveSource
 from jgraph.train.model.adapters import Model
 from jgraph.train.model.losses import Loss
 from jgraph.train.model.optimizer import Optimizer, unwrapped
@@ -375,6 +375,10 @@ class Trainer:
         """Returns the model as it is now as a function; ``jg.export`` takes it."""
         return self._state.predictor_of(None)
 
+    def live_source(self) -> LiveSource:
+        """Returns the model as it is trained; ``jg.export(rows="ps")`` takes it."""
+        return self._state.live_source()
+
     @short_traceback
     def serve(
         self,
@@ -487,7 +491,12 @@ class Trainer:
         self.close()
 
     def __dir__(self) -> list[str]:
-        hidden_names = {"current_values", "current_position", "predictor"}
+        hidden_names = {
+            "current_values",
+            "current_position",
+            "live_source",
+            "predictor",
+        }
         return [name for name in super().__dir__() if name not in hidden_names]
 
     def __repr__(self) -> str:

@@ -39,6 +39,7 @@ DATES = {
     "train/run/trackers.py": "dates metrics of MLflow",
     "train/checkpoint/checkpoints.py": "dates a checkpoint",
     "train/export.py": "dates an exported model",
+    "train/export_live.py": "dates an exported model",
     "train/export_program.py": "dates an exported model",
 }
 """Who reads the time of day, and what for."""

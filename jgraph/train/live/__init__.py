@@ -1,1 +1,1 @@
-"""Live serving: answers from parameters that are being trained."""
+"""Models in training as functions that a live server calls."""

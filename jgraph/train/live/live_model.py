@@ -1,9 +1,8 @@
 """Live model: a model server that answers with parameters while these are trained."""
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self, TypeAlias, final
 
@@ -11,29 +10,25 @@ from jgraph.client.cluster import Cluster
 from jgraph.clock import Clock, SystemClock
 from jgraph.cluster import event_loop
 from jgraph.cluster.wait_message import show_wait
+from jgraph.coordination.serving.batching import Limits
 from jgraph.coordination.serving.lookup_share import LookupShare
 from jgraph.coordination.serving.versions import Listed
-from jgraph.errors import ArtifactError, ConfigError, ModelNotReadyError
+from jgraph.errors import ArtifactError, ModelNotReadyError
 from jgraph.graph.ir import TaskName
 from jgraph.graph.variable import Variable
 from jgraph.serving.answering import Version, WaitingFunction
 from jgraph.serving.artifact import check_model_name
 from jgraph.serving.exported_model import LoadedVersion
+from jgraph.serving.live.live_function import LiveFunction
+from jgraph.serving.live.live_options import LiveOptions
+from jgraph.serving.live.parameters import Parameters, RemoteParameters, read_first
+from jgraph.serving.live.refreshing import Refreshing
+from jgraph.serving.live.table_rows import LiveTable
 from jgraph.serving.model_options import ModelOptions
 from jgraph.serving.model_server import ModelServer
 from jgraph.serving.signature import DEFAULT, Array
-from jgraph.train.live.live_function import (
-    LiveFunction,
-    ModelCall,
-    OnLoss,
-    counts_for,
-)
-from jgraph.train.live.parameters import (
-    LocalParameters,
-    Parameters,
-    RemoteParameters,
-)
-from jgraph.train.live.table_rows import LiveTable
+from jgraph.train.live.local_parameters import LocalParameters
+from jgraph.train.live.model_call import ModelCall, counts_for
 from jgraph.train.model.served import Example, rows_independent
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import RunState
@@ -43,8 +38,6 @@ from jgraph.view import markup
 _LOG = logging.getLogger("jgraph.serving")
 VERSION: Final = 1
 """The one version that a live model has."""
-CACHE_ROWS: Final = 100_000
-MAX_SHARE: Final = 0.5
 Fn: TypeAlias = Callable[..., Any] | None
 
 
@@ -62,40 +55,6 @@ class Freshness:
     step: int
     age_s: float
     lost: tuple[TaskName, ...]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class LiveOptions:
-    """How a live model is served; see ``Run.serve``.
-
-    Raises:
-      ConfigError: an option has a value that means nothing.
-    """
-
-    refresh_s: float = 1.0
-    on_loss: OnLoss = "stale"
-    cache_rows: int = CACHE_ROWS
-    max_share: float = MAX_SHARE
-    max_rows: int = 64
-    rtol: float = 1e-5
-
-    def __post_init__(self) -> None:
-        if not 0 < self.refresh_s < float("inf"):
-            raise ConfigError(
-                f"refresh_s={self.refresh_s!r} is how often dense parameters are "
-                "copied; give seconds, more than 0"
-            )
-        if self.on_loss not in ("stale", "error"):
-            raise ConfigError(
-                f"on_loss={self.on_loss!r}: give 'stale', to answer with what was "
-                "there, or 'error', to refuse requests meanwhile"
-            )
-        if self.cache_rows < 0 or self.max_rows < 1:
-            raise ConfigError(
-                f"cache_rows={self.cache_rows}, max_rows={self.max_rows}: give 0 or "
-                "more, and 1 or more"
-            )
 
 
 @final
@@ -171,18 +130,9 @@ class LiveModel:
         self.name = name
         self.server = server
         self._parameters = parameters
-        self._refresh_s = refresh_s
         self._threads = threads
         self._clock = clock
-        self._refreshing: Future[None] = event_loop.start(self._refresh())
-
-    async def _refresh(self) -> None:
-        while True:
-            await asyncio.sleep(self._refresh_s)
-            try:
-                await self._parameters.refresh()
-            except Exception:  # noqa: BLE001  # a closed cluster is one of the reasons
-                _LOG.exception("The parameters of %s stay as they were.", self.name)
+        self._refreshing = Refreshing(name, parameters, refresh_s)
 
     def predict(self, x: Any, *, timeout_s: float | None = None) -> dict[str, Array]:
         """Returns the outputs for a batch, by name, as a caller gets them.
@@ -228,8 +178,7 @@ class LiveModel:
           drain_s: as for ``ModelServer.stop``.
         """
         self.server.stop(drain_s)
-        self._refreshing.cancel()
-        self._parameters.close()
+        self._refreshing.stop()
         self._threads.shutdown(wait=False)
 
     def __enter__(self) -> Self:
@@ -254,15 +203,112 @@ class LiveModel:
         return markup.facts(f"LiveModel {self.name}", facts)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class LiveSource:
+    """The model of a run, as it is trained.
+
+    Attributes:
+      step: the variables of the run.
+      state: their values.
+      cluster: where they are; None: in this process.
+    """
+
+    step: TrainStep
+    state: RunState
+    cluster: Cluster | None
+
+
+@final
+class TriedModel:
+    """A model that was traced, and tried with parameters of now.
+
+    Args:
+      name: what it is called.
+      source: the model.
+      example: a batch.
+      fn: called in place of the model.
+      limits: what it takes at a time.
+      options: how it is served.
+
+    Attributes:
+      call: the model as a function.
+      parameters: where its parameters are.
+      function: answers with them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: LiveSource,
+        example: Example,
+        fn: Fn,
+        limits: Limits,
+        options: LiveOptions,
+    ) -> None:
+        self.clock = SystemClock()
+        self.threads = ThreadPoolExecutor(2, "jgraph-live")
+        step = source.step
+        self.call = ModelCall(step, example, fn, rows_of=_by_rows(step, source.cluster))
+        self.by_name: dict[str, Variable] = {v.name: v for v in step.variables}
+        counts = counts_for(self.call, limits)
+        self.tables = {n: LiveTable(self.by_name[n], counts[n]) for n in counts}
+        self.parameters = self._parameters(source, options)
+        try:
+            self._try(name, options)
+        except BaseException:
+            self.close()
+            raise
+
+    def _parameters(self, source: LiveSource, options: LiveOptions) -> Parameters:
+        step, state, cluster = source.step, source.state, source.cluster
+        if cluster is None:
+            return LocalParameters(state, step.names, self.threads, self.clock)
+        assert isinstance(state, RemoteState)  # of a cluster
+        state.initialize()
+        rows = options.cache_rows if options.on_loss == "stale" else 0
+        return RemoteParameters(
+            cluster,
+            [self.by_name[name] for name in self.call.dense],
+            self.by_name["global_step"],
+            self.tables,
+            rows,
+            self.threads,
+            self.clock,
+        )
+
+    def _try(self, name: str, options: LiveOptions) -> None:
+        read_first(self.parameters)
+        signature, example = self.call.signature, self.call.example
+        self.function = LiveFunction(
+            self.call.compiled,
+            self.call.dense,
+            signature,
+            self.parameters,
+            LookupShare(options.max_share),
+            options.on_loss,
+            self.threads,
+            self.clock,
+        )
+        independent = rows_independent(
+            self.function.tried, signature, example, options.rtol, name
+        )
+        self.function.signature = replace(
+            signature, rows_independent=independent, rtol=options.rtol
+        )
+
+    def close(self) -> None:
+        """Drops what is held on other tasks."""
+        self.parameters.close()
+        self.threads.shutdown(wait=False)
+
+
 def serve_live(
     name: str,
     example: Any,
     fn: Fn,
     options: LiveOptions,
-    *,
-    step: TrainStep,
-    state: RunState,
-    cluster: Cluster | None,
+    source: LiveSource,
     **server_options: Any,
 ) -> LiveModel:
     """Starts a server for the model of a run; see ``Run.serve``.
@@ -272,49 +318,29 @@ def serve_live(
       example: a batch.
       fn: called in place of the model.
       options: how it is served.
-      step: the variables of the run.
-      state: their values.
-      cluster: where they are; None: in this process.
+      source: the model.
       **server_options: of ``ModelServer``.
     """
     check_model_name(name)
-    share = LookupShare(options.max_share)
-    clock, batch = SystemClock(), Example.of(example, batch="b")
-    threads = ThreadPoolExecutor(2, "jgraph-live")
+    batch = Example.of(example, batch="b")
     with show_wait(f"tracing and compiling {name} to be served"):
-        call = ModelCall(step, batch, fn, rows_of=_by_rows(step, cluster))
         model = ModelOptions.of(f"[batching]\nmax_rows = {options.max_rows}\n")
-        parameters = _parameters(
-            call, model, options, step, state, cluster, threads, clock
-        )
+        trial = TriedModel(name, source, batch, fn, model.limits, options)
+        row = trial.call.example.rows(0, 1)
         try:
-            _read_first(parameters)
-            function = LiveFunction(
-                call, call.signature, parameters, share, options.on_loss, threads, clock
-            )
-            independent = rows_independent(
-                function.tried, call.signature, call.example, options.rtol, name
-            )
-            function.signature = replace(
-                call.signature, rows_independent=independent, rtol=options.rtol
-            )
-            source = LiveVersions(name, function, call.example.rows(0, 1), model)
-            server = ModelServer(None, models=[source], **server_options)
+            versions = LiveVersions(name, trial.function, row, model)
+            server = ModelServer(None, models=[versions], **server_options)
         except BaseException:
-            parameters.close()
+            trial.close()
             raise
-    live = LiveModel(name, server, parameters, options.refresh_s, threads, clock)
-    for row in server.status():
-        if row["state"] != "READY":
+    live = LiveModel(
+        name, server, trial.parameters, options.refresh_s, trial.threads, trial.clock
+    )
+    for version in server.status():
+        if version["state"] != "READY":
             live.stop()
-            raise ModelNotReadyError(f"{name} cannot be served: {row['reason']}")
+            raise ModelNotReadyError(f"{name} cannot be served: {version['reason']}")
     return live
-
-
-def _read_first(parameters: Parameters) -> None:
-    event_loop.run(parameters.refresh(), "reading the parameters")
-    for error in parameters.lost.values():
-        raise error
 
 
 def _by_rows(step: TrainStep, cluster: Cluster | None) -> frozenset[str]:
@@ -324,26 +350,3 @@ def _by_rows(step: TrainStep, cluster: Cluster | None) -> frozenset[str]:
     return frozenset(
         v.name for v in step.variables if v.shape and LiveTable(v, ()).is_by_rows
     )
-
-
-def _parameters(
-    call: ModelCall,
-    model: ModelOptions,
-    options: LiveOptions,
-    step: TrainStep,
-    state: RunState,
-    cluster: Cluster | None,
-    threads: ThreadPoolExecutor,
-    clock: Clock,
-) -> Parameters:
-    if cluster is None:
-        return LocalParameters(state, step.names, threads, clock)
-    assert isinstance(state, RemoteState)  # of a cluster
-    state.initialize()
-    by_name: dict[str, Variable] = {v.name: v for v in step.variables}
-    counts = counts_for(call, model.limits)
-    tables = {n: LiveTable(by_name[n], counts[n]) for n in call.tables}
-    dense = [by_name[name] for name in call.dense]
-    rows = options.cache_rows if options.on_loss == "stale" else 0
-    count = by_name["global_step"]
-    return RemoteParameters(cluster, dense, count, tables, rows, threads, clock)

@@ -15,7 +15,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.runtime.data.batches import Array
 from jgraph.train.data.data import Data
 from jgraph.train.data.source import Source
-from jgraph.train.live.live_model import LiveModel
+from jgraph.train.live.live_model import LiveModel, LiveSource
 from jgraph.train.model.metrics import LOCAL_STEPS
 from jgraph.train.run.history import History
 from jgraph.train.run.members import RunMembers
@@ -101,6 +101,9 @@ class Result(Protocol):
         options: Mapping[str, Any],
     ) -> LiveModel:
         """Answers requests with the model of now, all the time."""
+
+    def live_source(self) -> LiveSource:
+        """Returns the model as it is trained, to be served by others."""
 
 
 @final
@@ -348,6 +351,10 @@ class Run:
     def predictor(self) -> Predictor:
         """Returns the trained model as a function; ``jg.export`` takes it."""
         return self._result.predictor_of(self._outcome.values)
+
+    def live_source(self) -> LiveSource:
+        """Returns the model as it is trained; ``jg.export(rows="ps")`` takes it."""
+        return self._result.live_source()
 
     @short_traceback
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:

@@ -7,11 +7,12 @@ from typing import Any, Final, final
 
 from jgraph.cluster.wait_message import show_wait
 from jgraph.errors import DeadlineError
+from jgraph.serving.live.live_options import LiveOptions
 from jgraph.train.attempt import save_to
 from jgraph.train.data.data import Data, Dataset
 from jgraph.train.data.source import Source, as_source_or_dataset
 from jgraph.train.evaluation.evaluations import Copy, Evaluation
-from jgraph.train.live.live_model import LiveModel, LiveOptions, serve_live
+from jgraph.train.live.live_model import LiveModel, LiveSource, serve_live
 from jgraph.train.parts import TrainerBuild
 from jgraph.train.run.members import RunMembers
 from jgraph.train.run.rounds import Rounds
@@ -154,7 +155,6 @@ class TrainingState:
         options: Mapping[str, Any],
     ) -> LiveModel:
         """See ``Result.serve``."""
-        step, runner, _ = self._parts.build()
         ours = {n: options[n] for n in LIVE_OPTIONS if n in options}
         theirs = {n: value for n, value in options.items() if n not in ours}
         return serve_live(
@@ -162,11 +162,14 @@ class TrainingState:
             example,
             fn,
             LiveOptions(**ours),
-            step=step,
-            state=runner.state,
-            cluster=self._parts.cluster,
+            self.live_source(),
             **theirs,
         )
+
+    def live_source(self) -> LiveSource:
+        """See ``Result.live_source``."""
+        step, runner, _ = self._parts.build()
+        return LiveSource(step, runner.state, self._parts.cluster)
 
     def load_values(self, values: Sequence[Any], position: Position) -> None:
         """See ``Result.load_values``."""

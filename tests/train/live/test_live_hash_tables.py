@@ -3,63 +3,15 @@
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 
 import jgraph as jg
 from jgraph.client.cluster import Cluster, connect
+from jgraph.client.state.table_calls import report_of_shard, state_of_shard
 from jgraph.errors import ArtifactError
+from tests.support.live_models import batch, fit, score, trained
 from tests.support.servers import Servers
-
-KEYS = np.random.default_rng(0).integers(-(2**62), 2**62, 40)
-KEYS[:3] = -1, 0, 1
-UNKNOWN = np.array([5, -7, 2**61 + 3])
-INITIAL = jg.Initial("normal", 0.5, seed=3)
-
-
-class Model(nnx.Module):
-    """A table of ads, whose keys are admitted at a second sight, and one of users."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.ads = jg.HashTable(
-            3,
-            1 << 20,
-            initializer=INITIAL,
-            admission=jg.Admission(sightings=2),
-            eviction="lfu",
-        )
-        self.users = jg.HashTable(2, 1 << 20, initializer=0.25)
-        self.places = nnx.Embed(10, 2, rngs=rngs)
-        self.out = nnx.Linear(7, 1, rngs=rngs)
-
-    def __call__(self, batch: Any) -> Any:
-        bags = self.ads(batch["ads"])
-        there = (batch["ads"] != jg.split_keys([jg.NO_KEY])).any(-1)
-        ads = jnp.where(there[..., None], bags, 0).sum(1)
-        rows = [ads, self.users(batch["user"]), self.places(batch["place"])]
-        return self.out(jnp.concatenate(rows, -1))[:, 0]
-
-
-def loss(model: Any, batch: Any) -> Any:
-    return jnp.mean((model(batch) - batch["place"]) ** 2)
-
-
-def score(model: Any, batch: Any) -> Any:
-    return {"score": model(batch)}
-
-
-def batch(rows: int, seed: int = 0, keys: Any = KEYS) -> dict[str, Any]:
-    rng = np.random.default_rng(seed)
-    ads = rng.choice(keys, (rows, 4))
-    ads[:, 3] = jg.NO_KEY
-    return {
-        "ads": jg.split_keys(ads),
-        "user": rng.choice(keys, rows).astype(np.int32),
-        "place": rng.integers(0, 10, rows).astype(np.int32),
-    }
 
 
 @pytest.fixture
@@ -77,14 +29,8 @@ def cluster(servers: Servers) -> Iterator[Cluster]:
 
 @pytest.fixture
 def trainer(cluster: Cluster) -> Iterator[jg.Trainer]:
-    trainer = jg.Trainer(Model(nnx.Rngs(0)), loss, optax.adagrad(0.1), cluster=cluster)
-    with trainer:
-        fit(trainer)
+    with trained(cluster) as trainer:
         yield trainer
-
-
-def fit(trainer: jg.Trainer) -> None:
-    trainer.fit(batch(64), steps=8, batch_size=16, progress=False)
 
 
 def served(trainer: jg.Trainer, fn: Any = score, **options: Any) -> Any:
@@ -94,8 +40,6 @@ def served(trainer: jg.Trainer, fn: Any = score, **options: Any) -> Any:
 
 def tables(trainer: jg.Trainer, cluster: Cluster) -> list[dict[str, Any]]:
     """What every shard of every table has, what it is counted for, and how young."""
-    from jgraph.client.state.table_calls import report_of_shard, state_of_shard
-
     shards = []
     for table in trainer._parts.build()[0].tables:
         for task, spec in table.shards:
@@ -108,7 +52,7 @@ def tables(trainer: jg.Trainer, cluster: Cluster) -> list[dict[str, Any]]:
 def test_answers_are_those_of_the_trained_model_and_change_no_table(
     trainer: jg.Trainer, cluster: Cluster
 ) -> None:
-    known, unknown = batch(11, seed=1), batch(5, seed=2, keys=UNKNOWN)
+    known, unknown = batch(11, seed=1), batch(5, seed=2, first_key=10**9)
     expected = [trainer.predict(x, fn=score)["score"] for x in (known, unknown)]
     before = tables(trainer, cluster)
     with served(trainer) as live:

@@ -22,23 +22,20 @@ import numpy as np
 from jgraph.client.cluster import Cluster
 from jgraph.client.values import in_pieces, joined, types_of, values_of
 from jgraph.clock import Clock
+from jgraph.cluster import event_loop
 from jgraph.cluster.deadlines import bulk_timeout_s
 from jgraph.errors import ClusterBusyError, JGError, OverloadedError
+from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName, VariableKey
 from jgraph.graph.rows.rows import unique_rows
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.placement.spread import nbytes_of
+from jgraph.plan.plan import plan
 from jgraph.plan.program.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
-from jgraph.train.live.table_rows import (
-    LiveTable,
-    TableRows,
-    split_ids,
-)
-from jgraph.train.state.placement import plan_on
-from jgraph.train.state.runner import RunState
+from jgraph.serving.live.table_rows import LiveTable, TableRows, split_ids
 
 _LOG = logging.getLogger("jgraph.serving")
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -83,51 +80,15 @@ class Parameters(Protocol):
         """Drops what is held for this on other tasks."""
 
 
-@final
-class LocalParameters:
-    """Parameters that are in this process.
+def read_first(parameters: Parameters) -> None:
+    """Takes the first copy.
 
-    Args:
-      state: of the training.
-      names: of its variables.
-      threads: where it is read.
-      clock: for ages.
+    Raises:
+      JGError: a parameter server does not answer.
     """
-
-    def __init__(
-        self, state: RunState, names: Sequence[str], threads: Executor, clock: Clock
-    ) -> None:
-        self._state = state
-        self._names = names
-        self._threads = threads
-        self._clock = clock
-        self._copy: DenseCopy | None = None
-        self.lost: Mapping[TaskName, JGError] = {}
-
-    @property
-    def copy(self) -> DenseCopy:
-        """See ``Parameters.copy``."""
-        assert self._copy is not None  # refreshed before it is served
-        return self._copy
-
-    async def refresh(self) -> None:
-        """See ``Parameters.refresh``."""
-        loop = asyncio.get_running_loop()
-        self._copy = await loop.run_in_executor(self._threads, self._read)
-
-    def _read(self) -> DenseCopy:
-        at = self._clock.now()
-        values = self._state.values(model_only=True)
-        named = dict(zip(self._names, values, strict=True))
-        dense = {name: jnp.array(v) for name, v in named.items() if v is not None}
-        return DenseCopy(dense, int(named["global_step"]), at)
-
-    async def rows(self, wanted: Mapping[str, Array]) -> dict[str, TableRows]:
-        """See ``Parameters.rows``."""
-        raise AssertionError("no table is looked up by rows in this process")
-
-    def close(self) -> None:
-        """See ``Parameters.close``."""
+    event_loop.run(parameters.refresh(), "reading the parameters")
+    for error in parameters.lost.values():
+        raise error
 
 
 @final
@@ -244,7 +205,13 @@ class RemoteParameters:
     ) -> Program:
         with types_of(variables):
             graph, _ = trace(fn, *args, variables=variables, name=name)
-            return plan_on(self._cluster, graph, server.task).program
+            return plan(
+                graph,
+                tasks=self._cluster.tasks(),
+                driver=server.task,
+                default=DeviceSpec.from_string(server.task),
+                platforms=self._cluster.platforms,
+            ).program
 
     def _reads(self, server: _Server) -> list[Program]:
         """Returns what reads all that is dense there; of one moment, if it is much."""

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given, strategies as st
 
-from jgraph.train.live.table_rows import RowCache
+from jgraph.serving.live.table_rows import RowCache
 
 IDS = st.lists(st.integers(0, 19), unique=True, max_size=6)
 

@@ -1,0 +1,1 @@
+"""Live serving: answers from parameters that are being trained."""
