@@ -6,19 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-import jax
 import numpy as np
 
-from jgraph._compat import narrow_types, wide_types
 from jgraph.coordination.data.slots import Part, Rows, Shuffle
 from jgraph.errors import ForbiddenSourceError, JGError, SourceError
 from jgraph.runtime.data.batches import Array, ArrayReader, Field, Reader
 from jgraph.runtime.data.client_rounds import RoundReader
+from jgraph.runtime.data.jax_types import as_jax_type
+from jgraph.runtime.data.parquet_files import ParquetReader
 from jgraph.runtime.data.record_files import (
     ArrayRecordFile,
     RecordReader,
     TFRecordFile,
-    needs,
 )
 
 
@@ -85,99 +84,6 @@ def _fields(spec: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 @final
-class ParquetReader:
-    """Parquet files with one schema; columns of numbers, or of lists of one length.
-
-    Args:
-      files: path of each.
-      columns: those to read; None: all.
-      wide: keep 64-bit types.
-
-    Raises:
-      SourceError: a column that is missing or not of numbers, or another schema.
-    """
-
-    shuffle: Shuffle = "slots"
-
-    def __init__(
-        self, files: Sequence[Path], columns: Sequence[str] | None, wide: bool
-    ) -> None:
-        parquet = needs("pyarrow.parquet", "Parquet")
-        try:
-            self._opened = [parquet.ParquetFile(file) for file in files]
-        except (OSError, ValueError) as error:
-            raise SourceError(f"a Parquet file cannot be read: {error}") from error
-        first = self._opened[0].schema_arrow
-        for file, opened in zip(files, self._opened, strict=True):
-            if not opened.schema_arrow.equals(first):
-                raise SourceError(
-                    f"{file} has another schema than {files[0]}; write both alike, or "
-                    "name files of one kind",
-                    file=str(file),
-                )
-        self._columns = sorted(columns or first.names)
-        if missing := [name for name in self._columns if name not in first.names]:
-            raise SourceError(
-                f"{files[0]} has no column '{missing[0]}'; it has "
-                f"{', '.join(first.names)}",
-            )
-        self._files = files
-        self._wide = wide
-        self.parts = tuple(
-            Part(str(file), opened.metadata.num_rows)
-            for file, opened in zip(files, self._opened, strict=True)
-        )
-        # First row of each row group, and the end.
-        self._groups = [
-            np.cumsum([0, *(m.row_group(g).num_rows for g in range(m.num_row_groups))])
-            for m in (opened.metadata for opened in self._opened)
-        ]
-        full = next((i for i, part in enumerate(self.parts) if part.examples), None)
-        if full is None:
-            raise SourceError(f"{files[0]} has no rows")
-        self.fields: Mapping[str, Field] = {}
-        arrays = self.read(full, np.zeros(1, np.int64))
-        self.fields = {n: Field(a.dtype, a.shape[1:]) for n, a in arrays.items()}
-
-    def read(self, part: int, rows: Rows) -> dict[str, Array]:
-        """See ``Reader.read``."""
-        starts = self._groups[part]
-        first = int(np.searchsorted(starts, rows.min(), "right")) - 1
-        last = int(np.searchsorted(starts, rows.max(), "right")) - 1
-        table = self._opened[part].read_row_groups(
-            list(range(first, last + 1)), columns=self._columns
-        )
-        taken = rows - starts[first]
-        return {name: self._array(table, name, part, taken) for name in self._columns}
-
-    def _array(self, table: Any, name: str, part: int, rows: Rows) -> Array:
-        column = table.column(name).combine_chunks()
-        where = f"column '{name}' of {self._files[part]}"
-        if column.null_count:
-            raise SourceError(f"{where} has empty values; fill them in")
-        try:
-            if hasattr(column, "flatten") and column.type.num_fields == 1:
-                flat = column.flatten().to_numpy(zero_copy_only=False)
-                array = flat.reshape(len(column), -1)
-                lengths = np.unique(column.value_lengths())
-            else:
-                array = column.to_numpy(zero_copy_only=False)
-                lengths = np.ones(1)
-        except ValueError as error:
-            raise SourceError(f"{where} has lists of different lengths") from error
-        if len(lengths) > 1:
-            raise SourceError(f"{where} has lists of different lengths; pad them")
-        array = as_jax_type(array[rows], where, self._wide)  # NumPy takes rows of lists
-        field = self.fields.get(name)
-        if field is not None and array.shape[1:] != field.shape:
-            raise SourceError(
-                f"{where} has examples of shape {array.shape[1:]}; the first one has "
-                f"{field.shape}"
-            )
-        return array
-
-
-@final
 class IndexedReader:
     """Anything with a length that gives an example by number, as grain's sources do.
 
@@ -233,31 +139,6 @@ class IndexedReader:
         return {
             n: as_jax_type(np.asarray(v), where, self._wide) for n, v in items.items()
         }
-
-
-def as_jax_type(array: Array, where: str, wide: bool) -> Array:
-    """Returns an array in the type that JAX makes of its own.
-
-    Args:
-      array: as it was read.
-      where: for messages.
-      wide: 64-bit types are switched on in the program that it is for.
-
-    Raises:
-      SourceError: not numbers, or whole numbers too large for JAX's type.
-    """
-    if array.dtype.kind not in "biufcV":
-        raise SourceError(f"{where} is {array.dtype}, not numbers; store ids for text")
-    with wide_types() if wide else narrow_types():
-        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    if dtype != array.dtype and array.dtype.kind in "iu" and array.size:
-        limits, low, high = np.iinfo(dtype), int(array.min()), int(array.max())
-        if low < limits.min or high > limits.max:
-            raise SourceError(
-                f"{where} has values from {low} to {high}, too large for {dtype}; "
-                "store smaller numbers, or switch 64-bit types on with JAX_ENABLE_X64=1"
-            )
-    return array.astype(dtype, copy=False)
 
 
 def _npz(path: str, wide: bool) -> dict[str, Array]:

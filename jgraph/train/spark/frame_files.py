@@ -18,8 +18,10 @@ from jgraph.errors import ConfigError, DataError
 
 _OfColumn: TypeAlias = Callable[[Any], Any]
 
-_GROUP_BYTES: Final = 8 << 20
-"""Bytes of a row group: a worker reads whole ones, for some batches at a time."""
+_COLUMN_BYTES: Final = 64 << 10
+_GROUP_BYTES: Final = (1 << 20, 8 << 20)
+"""Bytes of a row group: small, as a worker decodes whole ones for some batches; not too
+small, as files list each column of each."""
 _SHOWN: Final = 5
 _NUMBERS: Final = ("tinyint", "smallint", "int", "bigint", "float", "double", "boolean")
 _INSTEAD: Final = {
@@ -108,7 +110,7 @@ def write_frame(
     had_one = where.exists()
     try:
         frame.select(*chosen).write.mode("append").option(
-            "parquet.block.size", _GROUP_BYTES
+            "parquet.block.size", group_bytes(len(names))
         ).parquet(where.as_uri())
         _check_rows(frame.sparkSession.read.parquet(where.as_uri()), frame, names)
     except BaseException:
@@ -117,6 +119,17 @@ def write_frame(
     if directory is None:
         atexit.register(shutil.rmtree, where, ignore_errors=True)
     return where, names
+
+
+def group_bytes(num_columns: int) -> int:
+    """Returns how large a row group should be.
+
+    Example:
+      >>> [group_bytes(count) >> 10 for count in (1, 40, 1000)]
+      [1024, 2560, 8192]
+    """
+    least, most = _GROUP_BYTES
+    return min(max(least, num_columns * _COLUMN_BYTES), most)
 
 
 def is_vector(frame: Any, name: str) -> bool:

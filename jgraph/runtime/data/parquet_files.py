@@ -1,0 +1,162 @@
+"""Parquet files as a data source, with a cache of decoded row groups.
+
+A row group is decoded as a whole, and becomes arrays once: its columns stay where Arrow
+has put them, and examples are taken from there. Batches of a few examples, and leases
+that end within a row group, then cost a copy and no decoding.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+
+from jgraph.coordination.data.slots import Part, Rows, Shuffle
+from jgraph.errors import SourceError
+from jgraph.runtime.cost import FEW_CORES, available_cores
+from jgraph.runtime.data.batches import Array, Field
+from jgraph.runtime.data.jax_types import as_jax_type
+from jgraph.runtime.data.record_files import needs
+
+KEPT_BYTES: Final = 64 << 20
+"""Of decoded row groups that a reader keeps; a larger one is decoded at each read."""
+
+
+@final
+class ParquetReader:
+    """Parquet files with one schema; columns of numbers, or of lists of one length.
+
+    Args:
+      files: path of each.
+      columns: those to read; None: all.
+      wide: keep 64-bit types.
+      kept_bytes: of decoded row groups, those that were read last.
+
+    Raises:
+      SourceError: a column that is missing or not of numbers, or another schema.
+    """
+
+    shuffle: Shuffle = "slots"
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        columns: Sequence[str] | None,
+        wide: bool,
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
+        parquet = needs("pyarrow.parquet", "Parquet")
+        # One column is one read of the file anyway: none to put together ahead.
+        ahead = columns is None or len(columns) > 1
+        try:
+            self._opened = [
+                parquet.ParquetFile(file, pre_buffer=ahead) for file in files
+            ]
+        except (OSError, ValueError) as error:
+            raise SourceError(f"a Parquet file cannot be read: {error}") from error
+        first = self._opened[0].schema_arrow
+        for file, opened in zip(files, self._opened, strict=True):
+            if not opened.schema_arrow.equals(first):
+                raise SourceError(
+                    f"{file} has another schema than {files[0]}; write both alike, or "
+                    "name files of one kind",
+                    file=str(file),
+                )
+        self._columns = sorted(columns or first.names)
+        if missing := [name for name in self._columns if name not in first.names]:
+            raise SourceError(
+                f"{files[0]} has no column '{missing[0]}'; it has "
+                f"{', '.join(first.names)}",
+            )
+        self._files = files
+        self._wide = wide
+        # Threads of Arrow's would take cores from the steps, where there are few.
+        self._threads = available_cores() > FEW_CORES
+        self.parts = tuple(
+            Part(str(file), opened.metadata.num_rows)
+            for file, opened in zip(files, self._opened, strict=True)
+        )
+        # First row of each row group, and the end.
+        self._groups = [
+            np.cumsum([0, *(m.row_group(g).num_rows for g in range(m.num_row_groups))])
+            for m in (opened.metadata for opened in self._opened)
+        ]
+        self._kept: OrderedDict[tuple[int, int], dict[str, Array]] = OrderedDict()
+        self._room = kept_bytes
+        full = next((i for i, part in enumerate(self.parts) if part.examples), None)
+        if full is None:
+            raise SourceError(f"{files[0]} has no rows")
+        self.fields: Mapping[str, Field] = {}
+        arrays = self.read(full, np.zeros(1, np.int64))
+        self.fields = {n: Field(a.dtype, a.shape[1:]) for n, a in arrays.items()}
+
+    def read(self, part: int, rows: Rows) -> dict[str, Array]:
+        """See ``Reader.read``."""
+        starts = self._groups[part]
+        first, last = np.searchsorted(starts, [rows.min(), rows.max()], "right") - 1
+        if first == last:
+            taken = rows - starts[first]
+            group = self._group(part, int(first))
+            return {name: array.take(taken, axis=0) for name, array in group.items()}
+        of_rows = np.searchsorted(starts, rows, "right") - 1
+        read: dict[str, Array] = {}
+        for number in np.unique(of_rows).tolist():
+            places = np.flatnonzero(of_rows == number)
+            taken = rows[places] - starts[number]
+            for name, array in self._group(part, number).items():
+                if name not in read:
+                    read[name] = np.empty((len(rows), *array.shape[1:]), array.dtype)
+                read[name][places] = array.take(taken, axis=0)
+        return read
+
+    def _group(self, part: int, number: int) -> dict[str, Array]:
+        """Returns the arrays of a row group; those read last are kept."""
+        key = part, number
+        if (kept := self._kept.get(key)) is not None:
+            self._kept.move_to_end(key)
+            return kept
+        table = self._opened[part].read_row_groups(
+            [number], columns=self._columns, use_threads=self._threads
+        )
+        arrays = {name: self._array(table, name, part) for name in self._columns}
+        self._keep(key, arrays)
+        return arrays
+
+    def _keep(self, key: tuple[int, int], arrays: dict[str, Array]) -> None:
+        """Keeps arrays in place of those that were read longest ago; none too large."""
+        self._kept[key] = arrays
+        self._room -= _nbytes(arrays)
+        while self._room < 0:
+            _, oldest = self._kept.popitem(last=False)
+            self._room += _nbytes(oldest)
+
+    def _array(self, table: Any, name: str, part: int) -> Array:
+        column = table.column(name).combine_chunks()
+        where = f"column '{name}' of {self._files[part]}"
+        if column.null_count:
+            raise SourceError(f"{where} has empty values; fill them in")
+        try:
+            if hasattr(column, "flatten") and column.type.num_fields == 1:
+                flat = column.flatten().to_numpy(zero_copy_only=False)
+                array = flat.reshape(len(column), -1)
+                lengths = np.unique(column.value_lengths())
+            else:
+                array = column.to_numpy(zero_copy_only=False)
+                lengths = np.ones(1)
+        except ValueError as error:
+            raise SourceError(f"{where} has lists of different lengths") from error
+        if len(lengths) > 1:
+            raise SourceError(f"{where} has lists of different lengths; pad them")
+        array = as_jax_type(array, where, self._wide)
+        field = self.fields.get(name)
+        if field is not None and array.shape[1:] != field.shape:
+            raise SourceError(
+                f"{where} has examples of shape {array.shape[1:]}; the first one has "
+                f"{field.shape}"
+            )
+        return array
+
+
+def _nbytes(arrays: Mapping[str, Array]) -> int:
+    return sum(array.nbytes for array in arrays.values())

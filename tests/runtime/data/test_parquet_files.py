@@ -1,0 +1,84 @@
+"""Row groups of Parquet files: decoded once while they are kept, within a bound."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.data_files import write_parquet
+
+pytest.importorskip("pyarrow.parquet", reason="needs jgraph[data]")
+
+from jgraph.runtime.data.parquet_files import ParquetReader
+
+GROUP_BYTES = 4 * (4 + 8)  # four rows of an int32 and two float32
+
+
+class CountedFile:
+    """A Parquet file that remembers which row groups were decoded."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.decoded: list[int] = []
+
+    def read_row_groups(self, groups: list[int], **options: Any) -> Any:
+        self.decoded += groups
+        return self._file.read_row_groups(groups, **options)
+
+
+def opened(directory: Path, kept_bytes: int) -> tuple[ParquetReader, CountedFile]:
+    """Returns a reader of 20 rows in five groups, and what counts its decoding."""
+    file = write_parquet(directory / "a.parquet", 0, 20)
+    reader = ParquetReader([file], None, False, kept_bytes)
+    counted = CountedFile(reader._opened[0])
+    reader._opened = [counted]
+    reader._kept.clear()  # opening reads the first one
+    reader._room = kept_bytes
+    return reader, counted
+
+
+def test_a_row_group_that_is_kept_is_not_decoded_again(tmp_path: Path) -> None:
+    reader, file = opened(tmp_path, 2 * GROUP_BYTES)
+    for rows in ([0, 1], [3, 2], [5], [1, 6], [4]):
+        reader.read(0, np.array(rows))
+    assert file.decoded == [0, 1]
+    reader.read(0, np.array([8]))  # in place of the one that was read longest ago
+    reader.read(0, np.array([7]))
+    assert file.decoded == [0, 1, 2]
+    reader.read(0, np.array([0]))
+    assert file.decoded == [0, 1, 2, 0]
+
+
+def test_what_is_kept_of_row_groups_has_a_bound(tmp_path: Path) -> None:
+    reader, file = opened(tmp_path, GROUP_BYTES - 1)
+    for _ in range(3):
+        assert reader.read(0, np.array([2]))["y"].tolist() == [2]
+    assert file.decoded == [0, 0, 0]
+    assert not reader._kept
+    assert reader._room == GROUP_BYTES - 1
+
+
+@pytest.mark.parametrize("kept_bytes", [0, GROUP_BYTES, 3 * GROUP_BYTES, 1 << 20])
+def test_rows_are_the_same_whatever_is_kept(tmp_path: Path, kept_bytes: int) -> None:
+    reader, _ = opened(tmp_path, kept_bytes)
+    generator = np.random.default_rng(7)
+    for _ in range(50):
+        rows = generator.integers(0, 20, generator.integers(1, 12))
+        found = reader.read(0, rows)
+        assert found["y"].tolist() == rows.tolist()
+        assert found["x"].tolist() == [[n, n / 2] for n in rows.tolist()]
+
+
+def test_only_row_groups_that_have_a_row_of_a_read_are_decoded(tmp_path: Path) -> None:
+    reader, file = opened(tmp_path, 0)
+    reader.read(0, np.array([19, 1]))
+    assert sorted(file.decoded) == [0, 4]
+
+
+def test_what_a_caller_does_to_its_examples_does_not_change_what_is_kept(
+    tmp_path: Path,
+) -> None:
+    reader, _ = opened(tmp_path, 1 << 20)
+    reader.read(0, np.array([1]))["x"][:] = -1
+    assert reader.read(0, np.array([1]))["x"].tolist() == [[1, 0.5]]
