@@ -1,31 +1,37 @@
 """What a dashboard costs, and how fast it is: ``python -m benchmarks dashboard``.
 
 ``--part cost``: steps/s of a scalar null step with a dashboard, its journal and three
-pages that are open, and without, in turns; CPU of the master meanwhile, in cores, and
-of the dashboard's process, and the memory of that. ``--part board``: what a board of 64
-tasks and a run has taken of memory after so many simulated seconds, halfway and at the
-end, and the time of a fact. ``--part page``, in the Chromium of this machine: from the
-address to the first sentence, the bytes of all files, and from a fact to the text on
-the screen. ``--part trace``: a trace of 2 ps and 4 workers under null steps: how far
+pages that are open, of those while the dashboard is stopped, in short turns; CPU of a
+step likewise, of the master in cores, and of the dashboard's process, and its memory.
+Each with the interval in which it is 95 times of 100. ``--part board``: what a board of
+64 tasks and a run has taken of memory after so many simulated seconds, halfway and at
+the end, and the time of a fact. ``--part page``, in the Chromium of this machine: from
+the address to the first sentence, the bytes of all files, and from a fact to the text
+on the screen. ``--part trace``: a trace of 2 ps and 4 workers under null steps: how far
 its clocks may be off, by what a task says of its clock and by round trips and messages
 alone; its size and time. ``--part flight``: steps/s and CPU of a scalar null step with
-the recorder of node times and without, in turns. Prints a JSON line for each.
+the recorder of node times and without, in short turns of one cluster. Prints a JSON
+line for each.
 """
 
 import contextlib
 import json
 import os
+import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Final, final
 
 import httpx
 import psutil
 
+import jgraph as jg
 from benchmarks import measure
 from benchmarks.null_step import NullStep
 from benchmarks.rows import Row, each, print_rows
@@ -56,8 +62,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument("--rows", action="store_true", help="print a table's rows")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a round")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a round")
     parser.add_argument("--simulated", type=int, default=3600, help="seconds")
     parser.add_argument("--tasks", type=int, default=64)
     a = parser.parse_args(args)
@@ -69,52 +75,108 @@ def main(args: Sequence[str] | None = None) -> None:
     if "board" in a.part:
         board(a.simulated, a.tasks)
     if "page" in a.part:
-        page(a.rounds)
+        page(min(a.rounds, 5))
     if "trace" in a.part:
-        trace(a.seconds)
+        trace(2 * a.seconds)
     if "flight" in a.part:
         flight(a.rounds, a.seconds)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some steps one after the other.
+
+    Attributes:
+      steps_per_s: of the worker.
+      cpu_us: CPU of a step, by task.
+      seconds: that it took.
+    """
+
+    steps_per_s: float
+    cpu_us: Mapping[str, float]
+    seconds: float
+
+    @property
+    def all_us(self) -> float:
+        """CPU of a step, all tasks together."""
+        return sum(self.cpu_us.values())
+
+
+def block(work: NullStep, steps: int) -> Block:
+    """Runs steps, and looks at what they took."""
+    before, began = work.cpu_seconds(), time.perf_counter()
+    work.run(1, steps)
+    took, after = time.perf_counter() - began, work.cpu_seconds()
+    used = {task: 1e6 * (after[task] - before[task]) / steps for task in after}
+    return Block(steps / took, used, took)
+
+
+def pairs_of(
+    work: NullStep, rounds: int, steps: int, switch: Callable[[str], None]
+) -> dict[str, list[Block]]:
+    """Runs blocks of steps of one cluster with something on and off, in turns.
+
+    Blocks are short, and neighbours are compared: what the machine does beside then
+    hits both, and what differs from one cluster to another none.
+    """
+
+    def run(state: str) -> Block:
+        switch(state)
+        return block(work, steps)
+
+    run("on")
+    ways = {state: partial(run, state) for state in ("on", "off")}
+    return measure.take_turns(ways, rounds)
+
+
+def compared(found: Mapping[str, Sequence[Block]]) -> dict[str, float]:
+    """Returns steps/s with it of those without, and CPU of a step likewise."""
+    pairs = list(zip(found["on"], found["off"], strict=True))
+    return {
+        **measure.interval("ratio", [a.steps_per_s / b.steps_per_s for a, b in pairs]),
+        **measure.interval("cpu_ratio", [a.all_us / b.all_us for a, b in pairs], 4),
+        "cpu_us_on": round(median(one.all_us for one in found["on"]), 1),
+        "cpu_us_off": round(median(one.all_us for one in found["off"]), 1),
+        "steps_per_s": round(median(one.steps_per_s for one in found["off"])),
+    }
+
+
 def cost(rounds: int, seconds: float) -> None:
-    """Steps with somebody who watches, and with nobody."""
-    with NullStep("scalar", ps=1, workers=1) as work:
+    """Steps with somebody who watches, and with nobody: the watcher is stopped."""
+    with NullStep("scalar", ps=1, workers=1) as work, watching(work) as process:
         steps = measure.steps_for(lambda n: work.run(1, n), seconds, 200)
         master = str(work.cluster.master)
-        cores: dict[str, list[float]] = {"watched": [], "alone": [], "board": []}
-        memory: list[float] = []
+        signals = {"on": signal.SIGCONT, "off": signal.SIGSTOP}
+        began, used = time.perf_counter(), measure.cpu_seconds(process.pid)
 
-        def rate(kind: str, board: psutil.Process | None = None) -> float:
-            began, cpu = time.perf_counter(), work.cpu_seconds()[master]
-            own = 0.0 if board is None else measure.cpu_seconds(board.pid)
-            work.run(1, steps)
-            took = time.perf_counter() - began
-            cores[kind].append((work.cpu_seconds()[master] - cpu) / took)
-            if board is not None:
-                cores["board"].append((measure.cpu_seconds(board.pid) - own) / took)
-                memory.append(rss_mb(board))
-            return steps / took
+        def switch(state: str) -> None:
+            process.send_signal(signals[state])
+            if state == "on":  # what it missed meanwhile is not what watching costs
+                work.run(1, max(200, steps // 4))
 
-        def watched() -> float:
-            with watching(work) as process:
-                return rate("watched", process)
-
-        found = measure.take_turns(
-            {"watched": watched, "alone": lambda: rate("alone")}, rounds
-        )
-    ratios = [w / a for w, a in zip(found["watched"], found["alone"], strict=True)]
-    more = median(cores["watched"]) - median(cores["alone"])
+        try:
+            found = pairs_of(work, rounds, steps, switch)
+        finally:
+            process.send_signal(signal.SIGCONT)
+        watched_s = sum(one.seconds for one in found["on"])
+        used = measure.cpu_seconds(process.pid) - used
+        memory = rss_mb(process)
+    more = [
+        (a.cpu_us[master] - b.cpu_us[master]) * a.steps_per_s / 1e6
+        for a, b in zip(found["on"], found["off"], strict=True)
+    ]
     measure.emit(
         "dashboard",
         part="cost",
-        rounds=rounds,
+        pairs=rounds,
         steps=steps,
         viewers=3,
-        steps_per_s=round(median(found["alone"])),
-        **measure.spread("ratio", ratios, 3),
-        master_cores_more=round(more, 3),
-        board_cores=round(median(cores["board"]), 3),
-        rss_mb=round(max(memory), 1),
+        **compared(found),
+        **measure.interval("master_cores_more", more, 4),
+        board_cores=round(used / max(watched_s, 1e-9), 3),
+        seconds=round(time.perf_counter() - began, 1),
+        rss_mb=round(memory, 1),
     )
 
 
@@ -229,42 +291,46 @@ def trace(seconds: float) -> None:
     )
 
 
+SWITCH: Final = """
+import signal, sys
+
+
+def switch(number, frame):
+    flight = sys.modules.get("jgraph.runtime.flight")
+    if flight is not None:
+        is_on = number == signal.SIGUSR1
+        flight.FlightRecorder.is_on = property(lambda self: is_on)
+
+
+for number in (signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, switch)
+"""
+"""Python runs this at the start of a server: a signal switches its recorder."""
+
+
 def flight(rounds: int, seconds: float) -> None:
     """Steps whose node times are kept, and such that are not."""
+    signals = {"on": signal.SIGUSR1, "off": signal.SIGUSR2}
     with contextlib.ExitStack() as stack:
-        works: dict[str, list[NullStep]] = {"on": [], "off": []}
-        # Two clusters each, in turns: what a process learns of its host makes two
-        # clusters of one kind differ by more than what is measured.
-        for kind in ("on", "off", "off", "on"):
-            os.environ["JGRAPH_FLIGHT"] = "0" if kind == "off" else "1"
-            work = stack.enter_context(NullStep("scalar", ps=1, workers=1))
-            works[kind].append(work)
-        del os.environ["JGRAPH_FLIGHT"]
-        steps = measure.steps_for(lambda n: works["off"][0].run(1, n), seconds, 200)
-        cpu_us: dict[str, list[float]] = {"on": [], "off": []}
+        where = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (where / "sitecustomize.py").write_text(SWITCH)
+        cluster = stack.enter_context(
+            jg.LocalCluster(ps=1, workers=1, env={"PYTHONPATH": str(where)})
+        )
+        work = stack.enter_context(NullStep("scalar", ps=1, workers=1, on=cluster))
+        steps = measure.steps_for(lambda n: work.run(1, n), seconds / 4, 200)
 
-        def rate(kind: str) -> float:
-            took = cpu = 0.0
-            for work in works[kind]:
-                cpu -= sum(work.cpu_seconds().values())
-                began = time.perf_counter()
-                work.run(1, steps)
-                took += time.perf_counter() - began
-                cpu += sum(work.cpu_seconds().values())
-            cpu_us[kind].append(1e6 * cpu / steps / 2)
-            return 2 * steps / took
+        def switch(state: str) -> None:
+            for task in cluster.tasks():
+                os.kill(cluster.pid(task), signals[state])
+            kept = cluster.trace(last=60).steps
+            work.run(1, 50)
+            more = cluster.trace(last=60).steps - kept
+            assert (more >= 50) is (state == "on"), f"{state}: {more} steps were kept"
 
-        found = measure.take_turns({k: partial(rate, k) for k in works}, rounds)
-    ratios = [on / off for on, off in zip(found["on"], found["off"], strict=True)]
+        found = pairs_of(work, rounds * 4, steps, switch)
     measure.emit(
-        "dashboard",
-        part="flight",
-        rounds=rounds,
-        steps=steps,
-        steps_per_s=round(median(found["off"])),
-        **measure.spread("ratio", ratios, 3),
-        cpu_us_on=round(median(cpu_us["on"]), 1),
-        cpu_us_off=round(median(cpu_us["off"]), 1),
+        "dashboard", part="flight", pairs=rounds * 4, steps=steps, **compared(found)
     )
 
 

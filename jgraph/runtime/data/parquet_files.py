@@ -82,7 +82,7 @@ class ParquetReader:
             np.cumsum([0, *(m.row_group(g).num_rows for g in range(m.num_row_groups))])
             for m in (opened.metadata for opened in self._opened)
         ]
-        self._kept: OrderedDict[tuple[int, int], dict[str, Array]] = OrderedDict()
+        self._cache: OrderedDict[tuple[int, int], dict[str, Array]] = OrderedDict()
         self._room = kept_bytes
         full = next((i for i, part in enumerate(self.parts) if part.examples), None)
         if full is None:
@@ -113,9 +113,9 @@ class ParquetReader:
     def _group(self, part: int, number: int) -> dict[str, Array]:
         """Returns the arrays of a row group; those read last are kept."""
         key = part, number
-        if (kept := self._kept.get(key)) is not None:
-            self._kept.move_to_end(key)
-            return kept
+        if (arrays := self._cache.get(key)) is not None:
+            self._cache.move_to_end(key)
+            return arrays
         table = self._opened[part].read_row_groups(
             [number], columns=self._columns, use_threads=self._threads
         )
@@ -125,10 +125,10 @@ class ParquetReader:
 
     def _keep(self, key: tuple[int, int], arrays: dict[str, Array]) -> None:
         """Keeps arrays in place of those that were read longest ago; none too large."""
-        self._kept[key] = arrays
+        self._cache[key] = arrays
         self._room -= _nbytes(arrays)
         while self._room < 0:
-            _, oldest = self._kept.popitem(last=False)
+            _, oldest = self._cache.popitem(last=False)
             self._room += _nbytes(oldest)
 
     def _array(self, table: Any, name: str, part: int) -> Array:

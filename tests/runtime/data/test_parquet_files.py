@@ -33,7 +33,7 @@ def opened(directory: Path, kept_bytes: int) -> tuple[ParquetReader, CountedFile
     reader = ParquetReader([file], None, False, kept_bytes)
     counted = CountedFile(reader._opened[0])
     reader._opened = [counted]
-    reader._kept.clear()  # opening reads the first one
+    reader._cache.clear()  # opening reads the first one
     reader._room = kept_bytes
     return reader, counted
 
@@ -55,7 +55,7 @@ def test_what_is_kept_of_row_groups_has_a_bound(tmp_path: Path) -> None:
     for _ in range(3):
         assert reader.read(0, np.array([2]))["y"].tolist() == [2]
     assert file.decoded == [0, 0, 0]
-    assert not reader._kept
+    assert not reader._cache
     assert reader._room == GROUP_BYTES - 1
 
 
