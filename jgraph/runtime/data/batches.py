@@ -158,26 +158,38 @@ class LeasedBatches:
         self._generator = generator if plan.workers else None
         self._reader = reader
         self._plan = plan
-        self._lease: Lease | None = None
-        self._read: dict[str, Array] = {}
+        self._leases: dict[Lease, dict[str, Array]] = {}
+
+    @property
+    def by_lease(self) -> bool:
+        """Whether all batches of a lease are read together."""
+        return self._plan.shuffle == "slots" and self._generator is None
 
     def has_read(self, lease: Lease) -> bool:
         """Whether the batches of a lease are in memory, and need only be cut out."""
-        return lease == self._lease
+        return lease in self._leases
+
+    def fetch(self, lease: Lease) -> None:
+        """Reads all batches of a lease, which are in memory until the last is taken.
+
+        In any thread, also while batches of another lease are taken.
+        """
+        pieces = self._plan.where(lease, lease.first, lease.batches)
+        self._leases[lease] = self._joined(pieces)
 
     def read(self, lease: Lease, index: int) -> dict[str, Array]:
         """Returns batch ``index`` of the lease's slot; the caller owns its arrays."""
         size = self._plan.batch_size
         if self._generator is not None:
             return self._sample(self._generator)
-        if self._plan.shuffle != "slots":
+        if not self.by_lease:
             return self._joined(self._plan.where(lease, index))
-        if lease != self._lease:
-            pieces = self._plan.where(lease, lease.first, lease.batches)
-            self._read = self._joined(pieces)
-            self._lease = lease
-        first = (index - lease.first) * size
-        return {n: a[first : first + size].copy() for n, a in self._read.items()}
+        if lease not in self._leases:
+            self.fetch(lease)
+        first, arrays = (index - lease.first) * size, self._leases[lease]
+        if index == lease.first + lease.batches - 1:
+            del self._leases[lease]
+        return {n: a[first : first + size].copy() for n, a in arrays.items()}
 
     def read_together(self, leases: Sequence[Lease], most: int) -> dict[str, Array]:
         """Returns all batches of the leases in arrays that ``most`` would fill.

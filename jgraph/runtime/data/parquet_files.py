@@ -5,6 +5,7 @@ has put them, and examples are taken from there. Batches of a few examples, and 
 that end within a row group, then cost a copy and no decoding.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -84,6 +85,7 @@ class ParquetReader:
         ]
         self._cache: OrderedDict[tuple[int, int], dict[str, Array]] = OrderedDict()
         self._room = kept_bytes
+        self._lock = threading.Lock()
         full = next((i for i, part in enumerate(self.parts) if part.examples), None)
         if full is None:
             raise SourceError(f"{files[0]} has no rows")
@@ -93,6 +95,10 @@ class ParquetReader:
 
     def read(self, part: int, rows: Rows) -> dict[str, Array]:
         """See ``Reader.read``."""
+        with self._lock:  # a loop that has ended may still be reading
+            return self._read(part, rows)
+
+    def _read(self, part: int, rows: Rows) -> dict[str, Array]:
         starts = self._groups[part]
         first, last = np.searchsorted(starts, [rows.min(), rows.max()], "right") - 1
         if first == last:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Final, TypeAlias, final
 
 from jgraph.clock import Clock
@@ -33,6 +34,8 @@ from jgraph.server.steps.task_host import TaskHost
 _UNANSWERED: Final = (ClusterUnreachableError, DeadlineError, TaskLostError)
 # Batches read and waiting; their memory is a few batches.
 _READY = 2
+# Leases in memory, where all batches of one are read together.
+_FETCHED = 2
 
 
 @final
@@ -99,6 +102,19 @@ class BatchReader:
                 then,
                 cost,
             )
+
+    def is_due(self, lease: Lease) -> bool:
+        """Whether a lease is to be fetched before its batches are read."""
+        source = self._source
+        if isinstance(source, FedReader):
+            return False
+        return source.by_lease and not source.has_read(lease)
+
+    def fetch(self, lease: Lease, then: Callable[[BaseException | None], None]) -> None:
+        """Reads all batches of a lease into memory, then calls ``then``."""
+        source = self._source
+        assert isinstance(source, LeasedBatches)  # else none is due
+        self._shell.submit(partial(source.fetch, lease), then, self._cost)
 
     def read_together(self, leases: Sequence[Lease], most: int, then: Taken) -> None:
         """Calls ``then`` with all batches of these leases as one, or an error.
@@ -222,6 +238,8 @@ class DataFeed:
         self._index = 0  # in the first lease
         self._held = 0  # in leases, being read, and ready
         self._reading = False
+        self._fetching: Lease | None = None
+        self._damaged: Lease | None = None  # could not be fetched: its read says why
         self._waiting: Taken | None = None
         self._error: BaseException | None = None
         self._over = self._dry = self._ended = False
@@ -289,7 +307,29 @@ class DataFeed:
 
     # ------------------------------------------------------------ reading
 
+    def _fetch_ahead(self) -> None:
+        """Fetches the lease that is read, and while that is, the one after it.
+
+        What a lease takes is so spread over the steps of the one before.
+        """
+        if self._reading or self._fetching is not None:
+            return
+        for lease in islice(self._leases, _FETCHED):
+            if lease == self._damaged:
+                return
+            if self._reader.is_due(lease):
+                self._fetching = lease
+                self._reader.fetch(lease, partial(self._fetch_over, lease))
+                return
+
+    def _fetch_over(self, lease: Lease, error: BaseException | None) -> None:
+        self._fetching = None
+        if error is not None:
+            self._damaged = lease
+        self._go_on()
+
     def _read_ahead(self) -> None:
+        self._fetch_ahead()
         if self._reading or len(self._ready) >= _READY:
             return
         if self._together:
@@ -297,7 +337,7 @@ class DataFeed:
             leases = self._together.popleft()
             self._reader.read_together(leases, self._pieces, self._read_over)
             return
-        if not self._leases:
+        if not self._leases or self._leases[0] == self._fetching:
             return
         self._reading = True
         lease = self._leases[0]

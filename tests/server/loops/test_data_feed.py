@@ -7,8 +7,10 @@ from typing import Any, cast
 import numpy as np
 
 from jgraph.clock import SystemClock
+from jgraph.cluster.loop_messages import deal_of
 from jgraph.coordination.data.dispatch import Dispatch
 from jgraph.coordination.data.slots import Lease, Part, Rows, Shuffle, SlotPlan
+from jgraph.errors import SourceError
 from jgraph.graph.ir import TaskName
 from jgraph.runtime.cost import Cost
 from jgraph.runtime.data.batches import ArrayReader, Field
@@ -125,3 +127,104 @@ def test_a_batch_that_is_cut_out_of_what_was_read_costs_not_what_reading_does() 
     read, cut = costs.seen[0], costs.seen[1]
     assert read is not cut
     assert costs.seen == [read, *[cut] * 4] * 2
+
+
+SLOT = 5
+"""Batches of a lease of the files below: four leases in all."""
+
+
+class WatchedFiles:
+    """Files, each lease of which is told before it is read."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._files, self._tell = Files(), tell
+        self.parts: tuple[Part, ...] = self._files.parts
+        self.fields: Mapping[str, Field] = self._files.fields
+        self.shuffle: Shuffle = "slots"
+
+    def read(self, part: int, rows: Rows) -> dict[str, Any]:
+        self._tell()
+        return self._files.read(part, rows)
+
+
+class Taker:
+    """Takes the batches of a feed, one after the other."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        reader = WatchedFiles(tell)
+        plan = SlotPlan(reader.parts, 1, seed=0, shuffle="slots", slot_batches=SLOT)
+        leases = [Lease(0, slot, 0, SLOT) for slot in range(len(plan))]
+        deals = [deal_of(tuple(leases))]
+        self.order = [row for slot in range(len(plan)) for row in plan.rows(0, slot)]
+
+        async def ask(done: int, batches: int, idle: bool, received: int) -> Any:
+            return deals.pop() if deals else deal_of(None)
+
+        task = TaskName("/job:worker/task:0")
+        transport, clock = InProcessNetwork().transport(task), SystemClock()
+        self.shell = TaskHost(TaskContext(task, transport, clock))
+        self.feed = DataFeed(BatchReader(plan, reader, self.shell), ask, clock)
+        self.taken: list[int] = []
+
+    async def take(self) -> BaseException | None:
+        """Takes a batch whose step is over at once; returns why there is none."""
+        over: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.feed.take(over.set_result)
+        batch = await over
+        if not isinstance(batch, NumberedBatch):
+            assert batch is None or isinstance(batch, BaseException)
+            return batch
+        self.taken.append(int(batch.fields["x"][0]))
+        self.feed.acknowledge(len(self.taken) - 1)
+        return None
+
+    def close(self) -> None:
+        self.feed.close()
+        self.shell.close()
+
+
+def test_a_lease_is_read_while_the_batches_of_the_one_before_are_taken() -> None:
+    async def main() -> None:
+        loop, begun = asyncio.get_running_loop(), asyncio.Semaphore(0)
+        reads: list[int] = []  # batches taken before each
+
+        def tell() -> None:
+            reads.append(len(taker.taken))
+            loop.call_soon_threadsafe(begun.release)
+
+        taker = Taker(tell)
+        while len(taker.taken) < BATCHES:
+            assert await taker.take() is None
+            if len(taker.taken) % SLOT == 3:  # before the last two, which are ready
+                read = min(len(taker.taken) // SLOT + 2, BATCHES // SLOT)
+                async with asyncio.timeout(20):
+                    while len(reads) < read:
+                        await begun.acquire()
+        taker.close()
+        assert taker.taken == taker.order
+        assert len(reads) == BATCHES // SLOT, "each lease once"
+        # The third was read when the first was used up, but for what was ready.
+        for number, before in enumerate(reads):
+            assert before >= SLOT * (number - 1) - 2, "two leases in memory at most"
+
+    run_async(main())
+
+
+def test_a_lease_that_cannot_be_read_ends_the_feed_behind_the_batches_before() -> None:
+    async def main() -> None:
+        reads: list[int] = []
+
+        def tell() -> None:
+            reads.append(len(taker.taken))
+            if len(reads) > 2:
+                raise SourceError("the third lease is damaged")
+
+        taker = Taker(tell)
+        error = None
+        while error is None and len(taker.taken) < BATCHES:
+            error = await taker.take()
+        taker.close()
+        assert isinstance(error, SourceError)
+        assert taker.taken == taker.order[: 2 * SLOT]
+
+    run_async(main())
