@@ -7,7 +7,8 @@ class NonFiniteError(UserError, ArithmeticError):
     """NaN or infinity where it was forbidden.
 
     A loss, a gradient or an argument has values that are not numbers. The update was
-    not applied: the model is as it was before this step.
+    not applied: the model is as it was before this step. Or an answer of a served model
+    has them, and its options refuse those.
 
     What to do: look at the batch first, then try a smaller learning rate or
     ``optax.clip_by_global_norm``.

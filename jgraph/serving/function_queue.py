@@ -35,6 +35,7 @@ from jgraph.errors import (
     JGError,
     MessageTooLargeError,
     ModelNotReadyError,
+    NonFiniteError,
     OverloadedError,
 )
 from jgraph.serving.answering import Answered, Function
@@ -80,6 +81,7 @@ class FunctionQueue:
       statistics: where to count.
       clock: for deadlines.
       threads: where long executions run.
+      refuses_nonfinite: answers with values that are not finite are errors.
     """
 
     def __init__(
@@ -89,7 +91,10 @@ class FunctionQueue:
         statistics: Statistics,
         clock: Clock,
         threads: Executor,
+        *,
+        refuses_nonfinite: bool = False,
     ) -> None:
+        self._refuses_nonfinite = refuses_nonfinite
         self._function = function
         self._limits = limits
         self._statistics = statistics
@@ -137,7 +142,14 @@ class FunctionQueue:
         if rows == 0:
             signature = self._function.signature
             return Answered([spec.empty() for spec in signature.outputs])
-        number, now = next(self._numbers), self._clock.now()
+        now = self._clock.now()
+        if (
+            self._takes_no_time(rows)
+            and isinstance(self._function, LoadedFunction)
+            and self._machine.runs_at_once(rows, deadline, now)
+        ):
+            return self._answered_at_once(self._function, inputs, rows, now)
+        number = next(self._numbers)
         future = asyncio.get_running_loop().create_future()
         self._asked[number] = asked = _Asked(inputs, rows, now, future)
         self._tell(Came(number, rows, deadline, now))
@@ -153,10 +165,53 @@ class FunctionQueue:
             raise
         finally:
             del self._asked[number]
-        self._statistics.success.add(self._clock.now() - now)
+        self._succeeded(rows, self._clock.now() - now)
+        return answered
+
+    def _takes_no_time(self, rows: int) -> bool:
+        return self._took_s.get(rows, SHORT_S) < ALONE_S
+
+    def _succeeded(self, rows: int, seconds: float) -> None:
+        self._statistics.success.add(seconds)
         self._statistics.rows += rows
         self._statistics.last_ms = int(self._wall.now() * 1000)
-        return answered
+
+    def _answered_at_once(
+        self, function: LoadedFunction, inputs: list[Array], rows: int, now: float
+    ) -> Answered:
+        """Returns the answer for a request that waits for no other, as it is."""
+        statistics = self._statistics
+        try:
+            outputs = function(inputs)
+            self._check_finite(outputs)
+        except Exception as error:
+            code = getattr(error, "code", JGError.code)
+            statistics.failed(code, self._clock.now() - now)
+            raise
+        took_s = self._took_s[rows] = self._clock.now() - now
+        statistics.queue.add(0.0)
+        statistics.compute_input.add(0.0)
+        statistics.compute_infer.add(took_s)
+        statistics.executions += 1
+        self._succeeded(rows, took_s)
+        return Answered(outputs)
+
+    def _check_finite(self, outputs: Sequence[Array]) -> None:
+        """Counts an answer with values that are not finite, or refuses it.
+
+        Raises:
+          NonFiniteError: the model's options say so.
+        """
+        for spec, value in zip(self._function.signature.outputs, outputs, strict=True):
+            if spec.is_float and not np.isfinite(value).all():
+                self._statistics.nonfinite += 1
+                if self._refuses_nonfinite:
+                    raise NonFiniteError(
+                        f"the output '{spec.name}' has values that are not finite, and "
+                        "this model answers with none; look at the inputs, or at the "
+                        "version"
+                    )
+                return
 
     def _tell(self, event: Event) -> None:
         for instruction in self._machine.handle(event):
@@ -227,7 +282,7 @@ class FunctionQueue:
             except Exception as error:  # noqa: BLE001  # is told to whoever asked
                 outputs = error
             self._done(run, ready, outputs)
-            if self._took_s[run.bucket] < ALONE_S:
+            if self._takes_no_time(run.bucket):
                 self._free(run.slot)
             else:  # requests that have come meanwhile are read first
                 loop.call_soon(self._free, run.slot)
@@ -294,15 +349,23 @@ class FunctionQueue:
                 asked.answer.set_exception(answered.refused[mine[0]])
                 return
         if not self._function.signature.is_batched:
-            asked.answer.set_result(answered)
+            self._set(asked, answered)
             return
         outputs = [one[at : at + piece.rows] for one in answered.outputs]
         part = Answered(outputs, answered.facts)
         if piece.rows == asked.rows:
-            asked.answer.set_result(part)
+            self._set(asked, part)
             return
         asked.parts[piece.first] = part
         if sum(len(one.outputs[0]) for one in asked.parts.values()) == asked.rows:
             parts = [asked.parts[first].outputs for first in sorted(asked.parts)]
             whole = [np.concatenate(one) for one in zip(*parts, strict=True)]
-            asked.answer.set_result(Answered(whole, part.facts))
+            self._set(asked, Answered(whole, part.facts))
+
+    def _set(self, asked: _Asked, answered: Answered) -> None:
+        try:
+            self._check_finite(answered.outputs)
+        except NonFiniteError as error:
+            asked.answer.set_exception(error)
+        else:
+            asked.answer.set_result(answered)

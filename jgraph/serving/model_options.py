@@ -31,11 +31,13 @@ class ModelOptions:
       limits: what a function takes at a time.
       timeout_s: for requests without a deadline.
       newest: how many of the newest versions answer; 0: all.
+      refuse_nonfinite: NaN or infinity in an answer is an error.
     """
 
     limits: Limits = field(default_factory=Limits)
     timeout_s: float = 10.0
     newest: int = 1
+    refuse_nonfinite: bool = False
 
     @classmethod
     def of(cls, text: str) -> "ModelOptions":
@@ -50,8 +52,12 @@ class ModelOptions:
         """
         body = tomllib.loads(text)
         batching, versions = body.pop("batching", {}), body.pop("versions", {})
+        outputs = body.pop("outputs", {})
         newest = versions.pop("newest", 1)
-        unknown = [*body, *versions, *(key for key in batching if key not in _KEYS)]
+        refuses = outputs.pop("refuse_nonfinite", False)
+        sections = (body, versions, outputs)
+        unknown = [key for section in sections for key in section]
+        unknown += [key for key in batching if key not in _KEYS]
         if unknown:
             raise ValueError(f"'{unknown[0]}' is no option")
         for key, value in batching.items():
@@ -59,6 +65,8 @@ class ModelOptions:
                 raise ValueError(f"{key} has a value of another type")  # noqa: TRY004
         if type(newest) is not int or newest < 0:
             raise ValueError("newest is a whole number, 0 for all")
+        if type(refuses) is not bool:
+            raise ValueError("refuse_nonfinite is true or false")
         delay_ms = batching.pop("max_delay_ms", 0)
         timeout_s = batching.pop("timeout_ms", 10_000) / 1000
         if timeout_s <= 0:
@@ -69,7 +77,8 @@ class ModelOptions:
         if "buckets" in batching:
             batching["buckets"] = tuple(batching["buckets"])
             batching.setdefault("max_rows", max(batching["buckets"], default=0))
-        return cls(Limits(max_delay_s=delay_ms / 1000, **batching), timeout_s, newest)
+        limits = Limits(max_delay_s=delay_ms / 1000, **batching)
+        return cls(limits, timeout_s, newest, refuses)
 
 
 def _powers(most: int) -> list[int]:

@@ -97,7 +97,12 @@ class ServedVersion:
             merges = function.signature.rows_independent
             limits = replace(options.limits, merges=merges)
             self.queues[name] = queue = FunctionQueue(
-                function, limits, self.statistics, clock, threads
+                function,
+                limits,
+                self.statistics,
+                clock,
+                threads,
+                refuses_nonfinite=options.refuse_nonfinite,
             )
             queue.warm([*loaded.examples[name].values()])
 
@@ -147,6 +152,8 @@ class ExportedVersions:
         self._cache = cache
         self._labels = Labels()
         self._said = ""
+        self._manifests: dict[str, tuple[int, int, int]] = {}
+        """Which files were the manifests of versions that were loaded."""
 
     def look(self) -> Listed:
         """See ``VersionSource.look``."""
@@ -168,6 +175,7 @@ class ExportedVersions:
     def load(self, version: int) -> tuple[Version, ModelOptions]:
         """See ``VersionSource.load``."""
         path, options = self._path / str(version), read_options(self._path)
+        self._check_same(path)
         manifest = read_manifest(path)
         if manifest.kind == "stablehlo":
             return read_version(path, self._cache), options
@@ -184,6 +192,20 @@ class ExportedVersions:
             path, manifest, self._cluster, self._cache, self._threads, options.limits
         )
         return live, replace(options, limits=limits)
+
+    def _check_same(self, path: Path) -> None:
+        """Refuses a version that is another one than when it was loaded first."""
+        try:
+            facts = (path / FILE).lstat()
+        except OSError:
+            return  # whoever reads it says so
+        place = facts.st_ino, facts.st_mtime_ns, facts.st_size
+        if self._manifests.setdefault(path.name, place) != place:
+            raise ArtifactError(
+                f"{path} is not what was loaded under this number, and versions never "
+                "change; export the model again, as the next version",
+                path=str(path),
+            )
 
     def _over_tasks(
         self, path: Path, manifest: ModelManifest, cluster: Cluster
@@ -259,8 +281,9 @@ class ServedModel:
 
     def tell(self, event: Event) -> None:
         """Does what follows from an event."""
-        if isinstance(event, Listed):
+        if isinstance(event, Listed) and event.mirror != self._mirror:
             self._mirror = event.mirror
+            self._set_mirrors()
         for instruction in self._machine.handle(event):
             match instruction:
                 case Load(version):
@@ -280,10 +303,14 @@ class ServedModel:
 
     def _publish(self, table: Publish) -> None:
         self._table = table
-        for version in table.ready:
-            self._there[version].mirror = partial(self._mirrored, version)
+        self._set_mirrors()
         ready = ", ".join(map(str, table.ready)) or "nothing"
         _LOG.info("%s answers with version %s.", self.name, ready)
+
+    def _set_mirrors(self) -> None:
+        for version in self._table.ready:
+            mirror = partial(self._mirrored, version) if self._mirror else None
+            self._there[version].mirror = mirror
 
     async def _load(self, version: int) -> None:
         loop = asyncio.get_running_loop()

@@ -38,6 +38,7 @@ class Statistics:
       queue: how long requests waited.
       compute_input: putting requests together.
       compute_infer: running the code.
+      nonfinite: answers with values that are not finite, refused or not.
       refused: refused requests by code of the error.
       mirrored: copies of requests of another version, by what came of them: ``same``,
         ``different`` or ``failed``.
@@ -45,6 +46,7 @@ class Statistics:
 
     rows: int = 0
     executions: int = 0
+    nonfinite: int = 0
     last_ms: int = 0
     success: Durations = field(default_factory=Durations)
     fail: Durations = field(default_factory=Durations)
@@ -107,6 +109,7 @@ class Metrics:
         refused = counter("refused", "Requests refused, by code.", "code")
         rows = counter("rows", "Rows answered.")
         executions = counter("executions", "Executions of the model's code.")
+        nonfinite = counter("nonfinite", "Answers with values that are not finite.")
         mirrored = counter(
             "mirrored", "Copies of requests of other versions, by outcome.", "outcome"
         )
@@ -119,6 +122,7 @@ class Metrics:
             requests.add_metric(who, one.success.count)
             rows.add_metric(who, one.rows)
             executions.add_metric(who, one.executions)
+            nonfinite.add_metric(who, one.nonfinite)
             queued.add_metric(who, waiting)
             for code, count in one.refused.items():
                 refused.add_metric([*who, code], count)
@@ -126,4 +130,5 @@ class Metrics:
                 mirrored.add_metric([*who, outcome], count)
             for part, duration in one.durations.items():
                 seconds.add_metric([*who, part], duration.ns / 1e9)
-        yield from (requests, refused, rows, executions, mirrored, seconds, queued)
+        yield from (requests, refused, rows, executions, nonfinite)
+        yield from (mirrored, seconds, queued)

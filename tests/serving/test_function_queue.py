@@ -11,7 +11,7 @@ import pytest
 
 from jgraph.clock import SystemClock
 from jgraph.coordination.serving.batching import Limits
-from jgraph.errors import OverloadedError
+from jgraph.errors import NonFiniteError, OverloadedError
 from jgraph.serving.exported_model import LoadedFunction
 from jgraph.serving.function_queue import FunctionQueue
 from jgraph.serving.signature import Array, Signature, TensorSpec
@@ -160,3 +160,42 @@ def test_what_takes_no_time_runs_for_each_request_and_waits_for_no_other() -> No
 
     assert [one.outputs[0].tolist() for one in asyncio.run(ask())] == [[2.0]] * 3
     assert sizes == [1, 1, 1]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("slow", [False, True])
+def test_answers_that_are_not_finite_are_counted_and_may_be_refused(
+    refuses: bool, slow: bool
+) -> None:
+    statistics = Statistics()
+
+    def code(x: Array) -> Sequence[Any]:
+        threading.Event().wait(0.005 if slow else 0)
+        with np.errstate(all="ignore"):
+            return [np.log(x)]
+
+    async def ask() -> list[Any]:
+        with ThreadPoolExecutor(1) as threads:
+            clock = SystemClock()
+            queue = FunctionQueue(
+                LoadedFunction(SIGNATURE, code, ()),
+                Limits(),
+                statistics,
+                clock,
+                threads,
+                refuses_nonfinite=refuses,
+            )
+            queue.warm([np.ones(1, np.float32)])
+            asked = (
+                queue.answer([np.full(1, value, np.float32)], 1, clock.now() + 20)
+                for value in (1.0, -1.0, 0.0, np.e)
+            )
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    first, *bad, last = asyncio.run(ask())
+    assert first.outputs[0].tolist() == [0.0]
+    assert last.outputs[0].tolist() == pytest.approx([1.0])
+    assert statistics.nonfinite == 2
+    assert [isinstance(one, NonFiniteError) for one in bad] == [refuses] * 2
+    assert statistics.refused == ({"JG-212": 2} if refuses else {})
+    assert statistics.success.count == (2 if refuses else 4)

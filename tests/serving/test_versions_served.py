@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,12 @@ import pytest
 
 import jgraph as jg
 from jgraph.clock import SystemClock
+from jgraph.cluster import event_loop
 from jgraph.errors import ModelNotReadyError
 from tests.support.exported import half_plus_three
+from tests.support.free_port import free_port
 from tests.support.http_calls import call
+from tests.support.waiting import wait_until
 
 X = np.zeros((1, 4), np.float32)
 
@@ -111,6 +114,21 @@ def test_a_version_that_is_damaged_or_half_there_changes_nothing(
         assert server.predict("m", X)["y"][0, 0] == 1  # from memory
 
 
+def test_a_version_that_is_replaced_is_not_loaded_under_its_number(
+    tmp_path: Path,
+) -> None:
+    constant(tmp_path, 1)
+    with jg.serve(tmp_path, http_port=None, watch_s=3600) as server:
+        shutil.rmtree(tmp_path / "m" / "1")
+        constant(tmp_path, 7, version=1)
+        server.refresh()
+        assert server.predict("m", X)["y"][0, 0] == 1  # from memory
+        model = server._models.model("m")
+        event_loop.run(model.unload())
+        with pytest.raises(ModelNotReadyError, match="versions never change"):
+            event_loop.run(model.load())
+
+
 def test_labels_move_by_file_and_a_bad_file_moves_nothing(tmp_path: Path) -> None:
     constant(tmp_path, 1, label="stable")
     constant(tmp_path, 2)
@@ -150,14 +168,19 @@ def test_a_split_sends_a_key_to_the_same_version_each_time(tmp_path: Path) -> No
 
 
 def asked(port: int, token: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    with closing(
+        http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    ) as connection:
+        return _asked(connection, token)
+
+
+def _asked(connection: http.client.HTTPConnection, token: str) -> int:
     body = b'{"instances": [1.0]}'
     headers = {"Authorization": f"Bearer {token}"}
     headers["Content-Type"] = "application/json"
     connection.request("POST", "/v1/models/half_plus_three:predict", body, headers)
     answer = connection.getresponse()
     answer.read()
-    connection.close()
     return answer.status
 
 
@@ -203,5 +226,59 @@ def test_a_server_that_is_told_to_end_answers_what_it_has(tmp_path: Path) -> Non
         assert set(told) <= {200, 503}
         assert told.count(200) >= 30
     finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+@pytest.mark.slow
+@pytest.mark.procs
+def test_a_server_that_is_killed_under_load_answers_again_where_it_was(
+    tmp_path: Path,
+) -> None:
+    half_plus_three(tmp_path / "models")
+    port = free_port()
+    command = [sys.executable, "-m", "jgraph", "serve", str(tmp_path / "models")]
+    ports = ["--http-port", str(port), "--grpc-port", "-1", "--json"]
+    home = {**os.environ, "JGRAPH_HOME": str(tmp_path)}
+
+    def start() -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [*command, *ports], stdout=subprocess.PIPE, text=True, env=home
+        )
+
+    answers: list[int] = []
+    lost, over = [0], threading.Event()
+    process = start()
+    try:
+        assert process.stdout is not None
+        facts = json.loads(process.stdout.readline())
+        token = Path(facts["token_file"]).read_text().strip()
+
+        def ask() -> None:
+            while not over.is_set():
+                try:
+                    answers.append(asked(port, token))
+                except (OSError, http.client.HTTPException):
+                    lost[0] += 1
+                    over.wait(0.02)
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(answers) >= 30)
+        process.kill()
+        assert process.wait(20) == -signal.SIGKILL
+        wait_until(lambda: lost[0] > 0)
+        before = len(answers)
+        process.stdout.close()
+        process = start()  # as a supervisor does: the same port, token and versions
+        wait_until(lambda: answers[before:].count(200) >= 30)
+        over.set()
+        for thread in threads:
+            thread.join(30)
+        assert set(answers[:before]) == {200}
+        assert set(answers[before:]) <= {200, 503}  # it loads its versions first
+    finally:
+        over.set()
         process.kill()
         process.communicate(timeout=10)

@@ -180,6 +180,19 @@ class Batching:
         self._wake = float("inf")
         self.queued_rows = 0
 
+    def runs_at_once(self, rows: int, deadline: float, now: float) -> bool:
+        """Whether a request that came now would be the next execution, as it is.
+
+        If so, and nothing else is told before it has ended, the machine need not know
+        of it.
+        """
+        limits = self._limits
+        if self._queue or not self._free or deadline <= now:
+            return False
+        if not limits.merges:
+            return rows <= limits.max_queued_rows
+        return not limits.max_delay_s and rows in limits.buckets
+
     def handle(self, event: Event) -> list[Instruction]:
         """Takes an event; returns what to do now."""
         done: list[Instruction] = []

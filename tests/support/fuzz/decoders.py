@@ -22,6 +22,7 @@ with atheris.instrument_imports(include=["jgraph"]):
     from jgraph.coordination.data.batch_book import BatchBook
     from jgraph.coordination.data.slots import Part, SlotPlan
     from jgraph.errors import JGError
+    from jgraph.graph.variable import Variable
     from jgraph.launch.hosts import read_hosts
     from jgraph.rpc._pb import jgraph_pb2 as pb
     from jgraph.rpc.frames import body_of, frame, kind_of
@@ -39,9 +40,16 @@ with atheris.instrument_imports(include=["jgraph"]):
         read_manifest,
     )
     from jgraph.server.replication.wal import LogWriter, read_log
-    from jgraph.serving import oip_grpc, oip_http, tf_http
+    from jgraph.serving import artifact, oip_grpc, oip_http, tf_http
     from jgraph.serving._pb import inference_pb2
+    from jgraph.serving.artifact import ModelManifest
     from jgraph.serving.inference import asked_timeout
+    from jgraph.serving.labels import read_labels
+    from jgraph.serving.live.batch_code import LookedUp
+    from jgraph.serving.live.live_file import BatchPrograms, LiveDescription
+    from jgraph.serving.live.live_options import LiveOptions
+    from jgraph.serving.live.table_rows import LiveTable
+    from jgraph.serving.model_options import read_options
     from jgraph.serving.signature import Signature, TensorSpec
 
 import numpy as np
@@ -58,6 +66,7 @@ _RECORD: Final = Record(1, NodeRan(0, 1), [np.zeros(2)])
 _PROGRAM, _CODE = encode_program(small())
 _ORDER: Final = pb.RegisterProgram(handle="h", program=_PROGRAM)
 _LEAF: Final = Leaf((2,), "float32", 2, (7,))
+_PS: Final = ("/job:ps/task:0", "/job:ps/task:1")
 _TABLE: Final = HashSpec("ads", (Column("rows", 16),), 1 << 20)
 _SIGNATURE: Final = Signature(
     "0" * 64,
@@ -68,6 +77,25 @@ _SIGNATURE: Final = Signature(
     ),
     (),
     is_batched=True,
+)
+_MODEL: Final = ModelManifest({"f": _SIGNATURE}, {"w": _LEAF}, ("cpu",))
+_COUNT: Final = Variable("global_step", ((), np.dtype("int32"), None))
+_USERS: Final = Variable(
+    "users", ((2, 16), np.dtype("float32"), None), shard_devices=_PS, table=_TABLE
+)
+_LIVE: Final = LiveDescription(
+    LiveOptions(),
+    _COUNT,
+    [_COUNT],
+    {"users": LiveTable(_USERS, (4,))},
+    (
+        BatchPrograms(
+            1,
+            (LookedUp("users", "batch['u']", 2, 4, True, (16,), "float32"),),
+            "0" * 64,
+            "1" * 64,
+        ),
+    ),
 )
 _BEGIN: Final = BatchBook(_PLAN).position()
 
@@ -152,6 +180,28 @@ def oip_message(data: bytes) -> None:
     _SIGNATURE.ordered(oip_grpc.inputs_of(request, _SIGNATURE))
 
 
+def model_manifest(data: bytes) -> None:
+    """Its checksum is made right, as that of a checkpoint's."""
+    with suppress(ValueError, RecursionError):
+        body = json.loads(data)
+        if isinstance(body, dict):
+            body.pop("crc32", None)
+            data = json.dumps({**body, "crc32": checksum(body)}).encode()
+    artifact.read_manifest(written(data, artifact.FILE).parent)
+
+
+def labels(data: bytes) -> None:
+    read_labels(written(data, "labels.json").parent)
+
+
+def model_options(data: bytes) -> None:
+    read_options(written(data, "model.toml").parent)
+
+
+def live_version(data: bytes) -> None:
+    LiveDescription.from_bytes(data)
+
+
 def tf_json(data: bytes) -> None:
     _SIGNATURE.ordered(tf_http.inputs_of(tf_http.decoded(data), _SIGNATURE))
 
@@ -229,6 +279,10 @@ DECODERS: Final[Mapping[str, tuple[Callable[[bytes], None], bytes]]] = {
     "oip_contents": (oip_message, oip_request(raw=False)),
     "oip_raw": (oip_message, oip_request(raw=True)),
     "tf_json": (tf_json, _TF_JSON),
+    "model_manifest": (model_manifest, _MODEL.to_json().encode()),
+    "labels": (labels, b'{"a": 1, "b": 2, "split": {"a": 5, "b": 95}, "mirror": "b"}'),
+    "model_options": (model_options, b"[batching]\nbuckets = [1, 8]\nslots = 2\n"),
+    "live_version": (live_version, _LIVE.to_bytes()),
 }
 """Each decoder, and bytes to begin with."""
 
