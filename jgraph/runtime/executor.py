@@ -9,11 +9,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar, final
+from typing import Any, Final, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from jgraph.coordination.timeline.node_times import END, START, complete_times
+from jgraph.coordination.timeline.node_times import (
+    END,
+    START,
+    NodeOrder,
+    complete_times,
+)
 from jgraph.errors import MalformedMessageError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.nodes import (
@@ -37,6 +42,8 @@ from jgraph.runtime.rendezvous import Rendezvous, StepKey
 from jgraph.runtime.store.change_log import Recording
 from jgraph.runtime.store.store import VariableStore
 
+_NO_ORDER: Final = NodeOrder((), frozenset())
+
 
 @final
 @dataclass(slots=True)
@@ -49,7 +56,7 @@ class StepTimes:
       computed: the last node that computes was done.
       end: the partition was done.
       stamps: when each node ran, as a flight recorder keeps it; None: not noted.
-      producers: of each node, those that it waits for.
+      order: of the nodes.
     """
 
     started: float = 0.0
@@ -57,14 +64,14 @@ class StepTimes:
     computed: float = 0.0
     end: float = 0.0
     stamps: "Stamps | None" = None
-    producers: Sequence[Sequence[int]] = ()
+    order: NodeOrder = _NO_ORDER
 
     @property
     def nodes(self) -> np.ndarray[Any, Any]:
         """When each node ran, as in ``PartTimes``."""
         stamps = blank_stamps(0) if self.stamps is None else self.stamps
         times = np.array(stamps).reshape(-1, 3)
-        complete_times(times, self.producers)
+        complete_times(times, self.order)
         return times[:-1]
 
     def parts(self) -> dict[str, float]:
@@ -77,6 +84,9 @@ class StepTimes:
             "push": self.end - done,
         }
 
+
+_SHORT_BYTES: Final = 64 << 10
+"""Sending less takes no time that one would look at."""
 
 T = TypeVar("T")
 Outcome: TypeAlias = "list[np.ndarray[Any, Any]] | BaseException"
@@ -268,9 +278,10 @@ class StepRun:
         self._stamps = self.times.stamps = None
         if noted:
             self._stamps = blank_stamps(self._values.remaining)
-            self._stamps[-3] = self._now()
+            if gate is not None:
+                self._stamps[-3] = self._now()
             self.times.stamps = self._stamps
-            self.times.producers = loaded.producers
+            self.times.order = loaded.order
 
     @property
     def nodes(self) -> Sequence[Node]:
@@ -284,6 +295,8 @@ class StepRun:
             self._recording.begins()
         if self._stamps is not None:
             self._stamps[-2] = began
+            if self._gate is None:
+                self._stamps[-3] = began
         self._ready.extend(self._values.first())
         if not self._loaded.partition.nodes:
             self._finish([])
@@ -375,10 +388,13 @@ class StepRun:
                 )
 
     def _send(self, index: int, node: SendNode) -> None:
-        if self._stamps is not None:
-            self._stamps[3 * index + START] = self._now()
+        began = None if self._stamps is None else self._now()
         values = [np.asarray(self._values[v]) for v in node.values]
         self._place.host.send(node.dst, self.step, node.key, values)
+        if self._stamps is not None and began is not None:
+            is_short = sum([value.nbytes for value in values]) < _SHORT_BYTES
+            self._stamps[3 * index + START] = began
+            self._stamps[3 * index + END] = began if is_short else self._now()
 
     def _padded(self, value: int) -> Any:
         return padded(self._values[value], self._loaded.partition.values[value])
@@ -396,7 +412,7 @@ class StepRun:
     def _received(self, index: int, node: RecvNode, values: Sequence[Any]) -> None:
         self.times.received = received = self._now()
         if self._stamps is not None:
-            self._stamps[3 * index + START] = received
+            self._stamps[3 * index + START] = self._stamps[3 * index + END] = received
         try:
             if [(v.shape, v.dtype) for v in values] != self._loaded.types[index]:
                 check_received(node, values, self._loaded.partition.values)
@@ -408,8 +424,13 @@ class StepRun:
             self._complete(index, values)
             self._drain()
 
+        def hand_on_later() -> None:
+            if self._stamps is not None:
+                self._stamps[3 * index + END] = self._now()
+            hand_on()
+
         if self._compute_wait_s:
-            self._place.host.later(self._compute_wait_s, hand_on)
+            self._place.host.later(self._compute_wait_s, hand_on_later)
         else:
             hand_on()
 
@@ -418,23 +439,18 @@ class StepRun:
         if isinstance(result, BaseException):
             self._finish(result)
             return
-        self.times.computed = ended = self._now()
+        self.times.computed = self._now()
         if self._stamps is not None:
             cost = self._loaded.costs[index]
             self._stamps[3 * index + START] = cost.began_s
-            ended = cost.ended_s
-        self._complete(index, result, ended)
+            self._stamps[3 * index + END] = cost.ended_s
+        self._complete(index, result)
         self._drain()
 
-    def _complete(
-        self, index: int, values: Sequence[Any], ended_s: float | None = None
-    ) -> None:
+    def _complete(self, index: int, values: Sequence[Any]) -> None:
         if self.is_over:
             return
         self._ready.extend(self._values.complete(index, values))
-        if self._stamps is not None:
-            ended = self._now() if ended_s is None else ended_s
-            self._stamps[3 * index + END] = ended
         if self._values.remaining == 0:
             self._finish(self._fetches)
 

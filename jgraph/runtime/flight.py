@@ -16,9 +16,10 @@ import numpy as np
 
 from jgraph.coordination.timeline.node_times import (
     NodeFacts,
+    NodeOrder,
     complete_times,
     facts_of,
-    producers_of,
+    order_of,
 )
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.program import Program
@@ -74,14 +75,14 @@ class FlownProgram:
       name: what the user calls it.
       driver: of its steps.
       nodes: of this task.
-      producers: of each node, those that it waits for.
+      order: of them.
       is_registered: whether there may be more.
     """
 
     name: str
     driver: TaskName
     nodes: tuple[NodeFacts, ...]
-    producers: tuple[tuple[int, ...], ...]
+    order: NodeOrder
     is_registered: bool = True
 
 
@@ -135,9 +136,9 @@ class FlightRecorder:
     def registered(self, handle: str, program: Program) -> None:
         """Learns what the nodes of a program are."""
         nodes = facts_of(program, self._task)
-        producers = producers_of(program.partition(self._task))
+        order = order_of(program.partition(self._task))
         self._programs[handle] = FlownProgram(
-            program.name, program.driver, nodes, producers
+            program.name, program.driver, nodes, order
         )
 
     def unregistered(self, handle: str) -> None:
@@ -211,9 +212,9 @@ class FlightRecorder:
             rows.extend(stamps)
         times = np.array(rows).reshape(-1, 3)
         for handle, begin in starts.items():
-            producers = self._programs[handle].producers
-            of_steps = np.add.outer(begin, np.arange(len(producers) + 1))
+            order = self._programs[handle].order
+            of_steps = np.add.outer(begin, np.arange(len(order.producers) + 1))
             own = times[of_steps]
-            complete_times(own, producers)
+            complete_times(own, order)
             times[of_steps] = own
         return times

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
-from jgraph.coordination.timeline.node_times import producers_of
+from jgraph.coordination.timeline.node_times import NodeOrder, order_of
 from jgraph.errors import InvalidProgramError
 from jgraph.plan.program.nodes import (
     AggregateNode,
@@ -64,7 +64,7 @@ class LoadedPartition:
       cuts: per node, where the values lie in the flat array that it takes.
       is_padded: per node, whether it takes values that may have fewer rows.
       in_turn: per node, whether it waits for the end of the step before.
-      producers: per node, the nodes that it waits for.
+      order: of the nodes.
     """
 
     partition: Partition
@@ -84,7 +84,7 @@ class LoadedPartition:
     cuts: tuple[tuple[Cut, ...], ...]
     is_padded: tuple[bool, ...]
     in_turn: tuple[bool, ...]
-    producers: tuple[tuple[int, ...], ...]
+    order: NodeOrder
 
 
 def load_partition(
@@ -142,7 +142,7 @@ def load_partition(
         tuple(_cuts(partition, node) for node in partition.nodes),
         tuple(_is_padded(partition, taken) for taken in inputs),
         tuple(_in_turn(partition)),
-        producers_of(partition),
+        order_of(partition),
     )
 
 

@@ -8,13 +8,17 @@ import numpy as np
 
 from jgraph.graph.device import TaskName
 from jgraph.plan.program.nodes import (
+    ConstNode,
+    ContributeNode,
     FeedNode,
+    FetchNode,
     LookupNode,
     Node,
     ReadNode,
     RecvNode,
     SegmentNode,
     SendNode,
+    UnpackNode,
     WriteNode,
     after_of,
     inputs_of,
@@ -98,38 +102,60 @@ def facts_of(program: "Program", task: TaskName) -> tuple[NodeFacts, ...]:
     return tuple(_facts(partition, node, labels) for node in partition.nodes)
 
 
-def producers_of(partition: "Partition") -> tuple[tuple[int, ...], ...]:
-    """Returns the nodes that each node of a partition waits for."""
+@final
+@dataclass(frozen=True, slots=True)
+class NodeOrder:
+    """What the times of some nodes of a partition say of the others.
+
+    Attributes:
+      producers: of each node, those that it waits for; all come before it.
+      instants: nodes that run as soon as they can and take no time.
+    """
+
+    producers: tuple[tuple[int, ...], ...]
+    instants: frozenset[int]
+
+
+def order_of(partition: "Partition") -> NodeOrder:
+    """Returns the order of a partition's nodes."""
     makers = {
         value: index
         for index, node in enumerate(partition.nodes)
         for value in outputs_of(node)
     }
-    return tuple(
-        tuple({*(makers[value] for value in inputs_of(node)), *after_of(node)})
-        for node in partition.nodes
+    return NodeOrder(
+        tuple(
+            tuple({*(makers[value] for value in inputs_of(node)), *after_of(node)})
+            for node in partition.nodes
+        ),
+        frozenset(
+            index
+            for index, node in enumerate(partition.nodes)
+            if isinstance(
+                node, FeedNode | ConstNode | FetchNode | ContributeNode | UnpackNode
+            )
+        ),
     )
 
 
-def complete_times(
-    times: np.ndarray[Any, Any], producers: Sequence[Sequence[int]]
-) -> None:
+def complete_times(times: np.ndarray[Any, Any], order: NodeOrder) -> None:
     """Fills in what a step that runs does not note: it follows from the rest.
 
-    A node was ready when the last node that it waits for was done, and one of which
-    nobody noted when it began took no time.
+    A node was ready when the last node that it waits for was done. One that takes no
+    time was done then, and one of which nobody noted when it began took none.
 
     Args:
       times: float64[..., nodes + 1, 3], in seconds; its last row says when the step was
         asked for, begun, and over. NaN for what did not happen. Changed in place.
-      producers: of each node, those that it waits for.
+      order: of the nodes.
     """
     starts, ends = times[..., :-1, START], times[..., :-1, END]
-    np.copyto(starts, ends, where=np.isnan(starts))
-    for node, waits in enumerate(producers):
-        start = times[..., -1, START]
-        ready = ends[..., list(waits)].max(-1) if waits else start
+    for node, waits in enumerate(order.producers):
+        ready = ends[..., list(waits)].max(-1) if waits else times[..., -1, START]
         times[..., node, READY] = ready
+        if node in order.instants:
+            ends[..., node] = ready
+    np.copyto(starts, ends, where=np.isnan(starts))
 
 
 def node_times(
