@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from starlette.types import Message
 
-from jgraph.dashboard import stream
+from jgraph.dashboard import serve, stream
 from jgraph.dashboard.serve import DashboardServer, Options
 from jgraph.errors import ConfigError, InsecureError, PortInUseError
 from jgraph.rpc import http_port
@@ -148,6 +148,33 @@ def test_more_streams_than_there_may_be_are_refused_in_words(
         assert status(answer) == 503
         body = json.loads(answer.partition(b"\r\n\r\n")[2])
         assert body["error"].startswith("JG-621 2 pages are open")
+
+
+def test_more_connections_than_there_may_be_are_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serve, "_CONNECTIONS", 3)
+    with serving(Imagined(scene())) as server, ExitStack() as stack:
+        where, whole = ("127.0.0.1", server.port), request(server)
+        for _ in range(3):  # they say nothing
+            stack.enter_context(socket.create_connection(where, timeout=10))
+        refused = socket.create_connection(where, timeout=10)
+        with refused:
+            answer = refused.recv(1 << 16)
+        assert status(answer) == 429
+        assert b"3 connections are open already" in answer
+        stack.close()
+        assert status(said_once_there_is_room(server, whole)) == 200
+
+
+def said_once_there_is_room(server: DashboardServer, request: bytes) -> bytes:
+    """The answer when connections that were closed are known to be."""
+    answer = b"HTTP/1.1 429"
+    for _ in range(100):
+        answer = said(server, request)
+        if status(answer) != 429:
+            break
+    return answer
 
 
 def test_a_stream_tells_the_view_and_then_what_changes() -> None:

@@ -81,7 +81,8 @@ def fresh() -> Imagined:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390)]
+    ("scheme", "width"),
+    [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)],
 )
 def test_each_page_is_shown_by_its_key_and_nothing_complains(
     browser: Any, scheme: str, width: int
@@ -106,6 +107,41 @@ def test_each_page_is_shown_by_its_key_and_nothing_complains(
         assert wide <= width
         assert seen.complaints == []
         assert seen.hosts == {f"127.0.0.1:{server.port}"}
+
+
+def test_all_is_reached_by_the_keyboard_alone_and_shows_where_it_is(
+    browser: Any,
+) -> None:
+    where = """() => {
+        const at = document.activeElement, style = getComputedStyle(at);
+        return [at.id || at.textContent, style.outlineStyle, style.outlineWidth];
+    }"""
+
+    def next_place(page: Any) -> str:
+        page.keyboard.press("Tab")
+        name, style, width = page.evaluate(where)
+        assert style != "none", f"nobody sees that {name} is chosen"
+        assert width != "0px"
+        return str(name)
+
+    with serving(fresh()) as server, opened(browser, server.url) as (page, seen):
+        expect(page.locator("#sentence")).to_contain_text("mlp")
+        places = [next_place(page)]
+        while len(places) < 40 and places[-1] != TITLES[-1]:
+            places.append(next_place(page))
+        assert [place for place in places if place in TITLES] == list(TITLES)
+        for _ in TITLES[TITLES.index("Tasks") + 1 :]:
+            page.keyboard.press("Shift+Tab")
+        page.keyboard.press("Enter")
+        lines = page.locator("#log-lines")
+        expect(lines).to_contain_text("two")
+        places = [next_place(page)]
+        while len(places) < 60 and places[-1] != "filter":
+            places.append(next_place(page))
+        page.keyboard.type("three 1")  # a number is no page where one writes
+        expect(lines).not_to_contain_text("two")
+        expect(page.locator("#filter")).to_have_value("three 1")
+        assert seen.complaints == []
 
 
 def test_a_change_is_seen_at_once_and_an_alarm_comes_and_goes(browser: Any) -> None:
