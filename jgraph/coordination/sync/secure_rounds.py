@@ -25,7 +25,7 @@ from jgraph.coordination.secure.sum_round import (
     Void,
 )
 from jgraph.errors import ConfigError
-from jgraph.graph.ir import TaskName
+from jgraph.graph.device import TaskName
 
 Stage: TypeAlias = Literal[Step, "none", "unmasking", "known"]
 
