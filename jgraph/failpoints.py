@@ -70,6 +70,8 @@ POINTS: Final = (
     "rescale.moved",
     "rescale.switched",
     "rescale.retired",
+    "stand_in.copied",
+    "stand_in.noted",
     "data.dealt",
     "data.answered",
     "sum.keys_made",

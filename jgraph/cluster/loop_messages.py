@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
@@ -30,6 +30,10 @@ ARBITER: Final = 1 << 20
 
 JOINS: Final = "-join."
 """In the handle of the program of a worker that joined a run."""
+
+
+Homes: TypeAlias = tuple[int, Mapping[TaskName, TaskName]]
+"""How often parts of owners have moved, and who has the part of each that is away."""
 
 
 @final
@@ -249,6 +253,7 @@ class LoopReport:
       rounds: of synchronous training to which some are invited: who took part, by task,
         and seconds from the first contribution to the decision.
       rescaled: "rescaled": it has more ps, or fewer; likewise.
+      homes: "moved": who has the parts of owners that are away.
     """
 
     replica: int
@@ -272,6 +277,7 @@ class LoopReport:
     in_flight: int = 0
     restored: Recovery | None = None
     rescaled: Rescaled | None = None
+    homes: Homes | None = None
     pieces: int = 0
 
     @property
@@ -332,7 +338,14 @@ def _report(replica: int, task: TaskName, message: Frame) -> LoopReport:
             for one in body.rounds
         ),
         rescaled=rescaled_of(body),
+        homes=homes_in(body.homes) if body.HasField("homes") else None,
     )
+
+
+def homes_in(homes: pb.RunHomes) -> Homes:
+    """Returns who has the part of each owner that is away, the how many-th time."""
+    by = {TaskName(task): TaskName(by) for task, by in homes.homes.items()}
+    return homes.number, by
 
 
 def recovery_of(body: pb.LoopReport) -> Recovery | None:
@@ -342,7 +355,8 @@ def recovery_of(body: pb.LoopReport) -> Recovery | None:
     restored = body.restored
     lost = tuple(TaskName(task) for task in restored.lost)
     return Recovery(
-        lost, restored.step, restored.back_to, restored.seconds, restored.told
+        *(lost, restored.step, restored.back_to, restored.seconds, restored.told),
+        by=tuple(map(TaskName, restored.by)),
     )
 
 

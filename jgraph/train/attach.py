@@ -91,6 +91,7 @@ def _adopt(cluster: Cluster, info: RunInfo, clock: Clock, state: RemoteState) ->
     while True:
         if info.ps and len(state.step.arrangement.ps) != info.ps:
             state.move_to(info.ps)
+        state.look_at(*info.homes)
         try:
             state.adopt(position_of(cluster, info))
         except (ClusterUnreachableError, TaskLostError, UninitializedError) as error:

@@ -231,7 +231,7 @@ class Fit:
                 elif question is not None:
                     answers.answer(question)
                 elif chunk.restored is not None:
-                    self._recovered(chunk.restored, watch)
+                    self._recovered(chunk.restored)
                 elif chunk.rescaled is not None:
                     self.run.rescaled(chunk.rescaled)
                 else:
@@ -273,14 +273,14 @@ class Fit:
                 *(self.history.steps, total),
             )
 
-    def _recovered(self, recovery: Recovery, watch: Watch) -> None:
+    def _recovered(self, recovery: Recovery) -> None:
         """Takes note that the master of the run has taken it back."""
         spending = self.attempt.spending
         if spending is not None:
             spending.went_back(recovery.step, recovery.back_to)
             if not spending.may_do(self.attempt.total - recovery.back_to):
                 self.attempt.stop.set()  # before the updates to come pass the target
-        self.history.go_back(recovery.back_to, watch.seconds)
+        self.history.go_back(recovery.back_to)
         self.run.recovered(recovery)
 
     def _tell(self, report: Report) -> None:

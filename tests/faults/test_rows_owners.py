@@ -25,7 +25,7 @@ from tests.support.fault import Fault
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(120)]
 
 WORKERS, WORKER = 2, "/job:worker/task:1"
-GOES_ON = "the run goes on from"
+GOES_ON, IS_BACK = "the run goes on from", "takes part in the run"
 
 
 def kill(fault: Fault, cluster: LocalCluster, task: str) -> None:
@@ -39,25 +39,78 @@ def master_or(task: str, cluster: LocalCluster) -> str:
 
 @pytest.mark.row(13, 14)
 @pytest.mark.parametrize(
-    ("task", "options"),
+    ("ps", "workers", "task"),
     [
-        (WORKER, {"durability": "replica"}),
-        pytest.param(
-            WORKER,
-            {"durability": "log", "gradient_dtype": "int8"},
-            marks=pytest.mark.chaos,
-        ),
-        pytest.param("master", {"durability": "replica"}, marks=pytest.mark.chaos),
+        (0, 3, WORKER),
+        pytest.param(0, WORKERS, "master", marks=pytest.mark.chaos),
+        pytest.param(1, WORKERS, WORKER, marks=pytest.mark.chaos),
     ],
-    ids=["replica", "log", "master"],
+    ids=["worker", "master, and one is left", "a ps has the copy"],
 )
-def test_a_killed_owner_is_back_from_what_is_kept_of_it_and_no_step_is_lost(
-    fault: Fault, task: str, options: Any
+def test_who_has_the_copy_of_a_killed_owner_has_its_part_until_that_is_back(
+    fault: Fault, ps: int, workers: int, task: str
 ) -> None:
-    """No ps is there: the workers have all, the arbiter and the master included."""
-    cluster = fault.cluster(ps=0, workers=WORKERS, restarts=3)
-    there = trainer(cluster, SyncPS(dense="workers", **options))
+    """With no ps the workers have all, the arbiter and the master included."""
+    cluster = fault.cluster(ps=ps, workers=workers, restarts=3)
+    there = trainer(cluster, SyncPS(dense="workers", durability="replica"))
     killed = master_or(task, cluster)
+    run = there.fit(
+        IDS,
+        steps=10**6,
+        batch_size=BATCH,
+        callbacks=[
+            after(100, partial(kill, fault, cluster, killed)),
+            fault.stop_after(GOES_ON, IS_BACK),
+        ],
+        progress=False,
+    )
+    assert run.state == "stopped"
+    (recovery,) = run.recoveries()
+    assert (recovery.again, recovery.lost) == (0, (killed,))
+    assert len(recovery.by) == 1
+    assert killed not in recovery.by
+    check_recovered(there, run, share=workers)
+    fault.names += [killed, "goes on with the copies on", "SIGKILL"]
+    there.close()
+
+
+@pytest.mark.row(13, 14)
+@pytest.mark.chaos
+def test_the_next_one_has_all_parts_if_a_stand_in_is_killed(
+    fault: Fault,
+) -> None:
+    """Nobody is started again, so nobody has its part back."""
+    cluster = fault.cluster(ps=1, workers=3, restarts=0)
+    there = trainer(cluster, SyncPS(dense="workers", durability="replica"))
+
+    def kill_next(run: Any, report: Any) -> None:
+        lost = len(run.recoveries())
+        if lost < 2 and report.step >= 100 * (lost + 1):
+            kill(fault, cluster, f"/job:worker/task:{lost + 1}")
+
+    run = there.fit(
+        IDS,
+        steps=600,
+        batch_size=BATCH,
+        callbacks=[kill_next],
+        progress=False,
+    )
+    assert run.state == "done"
+    first, second = run.recoveries()
+    assert (first.lost, first.by) == ((WORKER,), ("/job:worker/task:2",))
+    assert (second.lost, second.by) == (("/job:worker/task:2",), ("/job:ps/task:0",))
+    check_recovered(there, run, share=3)
+    fault.names += [WORKER, "goes on with the copies on"]
+    there.close()
+
+
+@pytest.mark.row(13, 14)
+@pytest.mark.chaos
+def test_a_killed_owner_is_back_from_its_log_and_no_step_is_lost(fault: Fault) -> None:
+    cluster = fault.cluster(ps=0, workers=WORKERS, restarts=3)
+    options: Any = {"durability": "log", "gradient_dtype": "int8"}
+    there = trainer(cluster, SyncPS(dense="workers", **options))
+    killed = WORKER
     run = there.fit(
         IDS,
         steps=10**6,

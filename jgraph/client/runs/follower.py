@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, final
@@ -62,11 +62,13 @@ class Owner:
       give_data: gives a task the data that only the client has.
       holds: on the tasks that are read when the run is over.
       move_to: looks for the variables on so many ps from now on.
+      look_at: looks for the parts of owners with who has them; the how many-th time.
     """
 
     give_data: Callable[[TaskName], None]
     holds: DrainHolds
     move_to: Callable[[int], None] = lambda ps: None
+    look_at: Callable[[int, Mapping[TaskName, TaskName]], None] = lambda n, homes: None
 
 
 @final
@@ -209,6 +211,9 @@ class RunFollower:
                 self._beside(lambda: self._give_data(owner, question))
             case "rescaled":
                 self._look_elsewhere(owner, question)
+            case "moved":
+                owner.look_at(*question.homes)
+                question.answer()
             case "waits":
                 ps = any(map(is_ps, question.tasks))  # the end of it is told, too
                 level = logging.INFO if ps else logging.WARNING

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from jgraph.client.connection import Connection
+from jgraph.cluster.loop_messages import Homes, homes_in
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -20,12 +21,13 @@ class Question:
     """What the master asks; see ``RunQuestion`` of the protocol.
 
     Attributes:
-      kind: "halted", "rest", "newest", "state", "data", "waits", "rescaled" or
+      kind: "halted", "rest", "newest", "state", "data", "waits", "rescaled", "moved" or
         "finish".
       position: where in the data the run is; None: it is not said.
       tasks: that it is about.
       what: is waited for.
       ps: on how many the variables lie.
+      homes: who has the parts of owners that are away, the how many-th time.
     """
 
     cluster: Connection
@@ -37,6 +39,7 @@ class Question:
     tasks: tuple[TaskName, ...]
     what: str
     ps: int = 0
+    homes: Homes = (0, {})
     is_answered: bool = field(init=False, default=False)
 
     def answer(
@@ -82,4 +85,5 @@ def question_in(
         tasks=tuple(map(TaskName, question.tasks)),
         what=question.what,
         ps=question.ps,
+        homes=homes_in(question.homes),
     )

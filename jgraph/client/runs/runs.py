@@ -7,6 +7,7 @@ from typing import Any, Final, final
 
 from jgraph.client.connection import Connection
 from jgraph.cluster import event_loop
+from jgraph.cluster.loop_messages import Homes, homes_in
 from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -43,6 +44,7 @@ class RunInfo:
       ps_bounds: the least and the most ps; None: it keeps those that it began with.
       ps: how many it has, if there are bounds.
       rescale: why it has not as many as its cluster; empty: it has.
+      homes: who has the parts of owners that are away, the how many-th time.
     """
 
     name: str
@@ -65,6 +67,7 @@ class RunInfo:
     ps_bounds: tuple[int, int] | None = None
     ps: int = 0
     rescale: str = ""
+    homes: Homes = (0, {})
 
     def _repr_html_(self) -> str:
         return data(self)
@@ -101,6 +104,7 @@ def info_of(row: pb.RunRow) -> RunInfo:
         ps_bounds=None if info.get("ps") is None else tuple(info["ps"]),
         ps=row.ps,
         rescale=row.rescale,
+        homes=homes_in(row.homes),
     )
 
 

@@ -15,7 +15,7 @@ class ReportDeduplicator:
         self._loop = ""
         self._number = 0
         self._next_step = 0
-        self._last_restore = self._last_rescale = 0
+        self._last_restore = self._last_rescale = self._last_move = 0
 
     def unseen(self, report: Frame) -> Frame | None:
         """Returns what is new in a report, which counts as seen from here on.
@@ -31,6 +31,10 @@ class ReportDeduplicator:
         if body.HasField("rescaled"):
             is_new = body.rescaled.number > self._last_rescale
             self._last_rescale = max(self._last_rescale, body.rescaled.number)
+            return report if is_new else None
+        if body.HasField("homes"):
+            is_new = body.homes.number > self._last_move
+            self._last_move = max(self._last_move, body.homes.number)
             return report if is_new else None
         if body.loop in self._past_loops:
             return None

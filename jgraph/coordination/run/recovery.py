@@ -16,11 +16,12 @@ class Recovery:
     """A run lost tasks, and went back to a checkpoint or went on with copies.
 
     Attributes:
-      lost: the tasks; they have been started again.
+      lost: the tasks; they have been started again, or others have their parts.
       step: updates that were known to be applied then.
       back_to: updates of the state that it goes on from.
       seconds: it took until all ps answered and had that state.
       is_drain: the tasks were told to end.
+      by: who has their parts until they are there again; none: they are.
 
     Example:
       >>> print(Recovery((TaskName("/job:ps/task:0"),), 730, 500, seconds=2.0))
@@ -33,13 +34,18 @@ class Recovery:
     back_to: int
     seconds: float = 0.0
     is_drain: bool = False
+    by: tuple[TaskName, ...] = ()
 
     def __str__(self) -> str:
         were = "was" if len(self.lost) == 1 else "were"
         how = "told to end" if self.is_drain else "lost"
+        then = "all ps answer"
+        if self.by:
+            have = "has" if len(self.by) == 1 else "have"
+            then = f"{', '.join(self.by)} {have} what was held there"
         return (
             f"{', '.join(self.lost)} {were} {how} at step {self.step}; after "
-            f"{self.seconds:.1f} s all ps answer, and the run goes on from step "
+            f"{self.seconds:.1f} s {then}, and the run goes on from step "
             f"{self.back_to}: {self.again} steps are done again."
         )
 

@@ -22,6 +22,16 @@ def own_prefix(replica: int) -> str:
     return f"{_OWN}{replica}/"
 
 
+def is_own(name: str) -> bool:
+    """Whether a variable is one of those that a replica has.
+
+    Example:
+      >>> is_own("residual/0/params/w"), is_own("params/w")
+      (True, False)
+    """
+    return name.startswith(_OWN)
+
+
 def for_replica(program: Program, replica: int, *, of: int = 0) -> Program:
     """Returns a program with the own variables of another replica.
 

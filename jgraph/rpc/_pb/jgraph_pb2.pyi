@@ -2209,6 +2209,7 @@ class LoopReport(_message.Message):
     QUESTION_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
     RESCALED_FIELD_NUMBER: _builtins.int
+    HOMES_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"running", "done", "stopped"; synchronous: "paused", "alone"; of a run that looks
     after its tasks also "lost" and "restored".
@@ -2270,6 +2271,10 @@ class LoopReport(_message.Message):
     def rescaled(self) -> Global___RunRescaled:
         """"rescaled": the run has more ps, or fewer"""
 
+    @_builtins.property
+    def homes(self) -> Global___RunHomes:
+        """"moved": parts of the variables lie on other tasks"""
+
     def __init__(
         self,
         *,
@@ -2294,14 +2299,61 @@ class LoopReport(_message.Message):
         question: Global___RunQuestion | None = ...,
         rounds: _abc.Iterable[Global___RoundReport] | None = ...,
         rescaled: Global___RunRescaled | None = ...,
+        homes: Global___RunHomes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "question", b"question", "rescaled", b"rescaled", "restored", b"restored"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "homes", b"homes", "question", b"question", "rescaled", b"rescaled", "restored", b"restored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "halted", b"halted", "handle", b"handle", "in_flight", b"in_flight", "loop", b"loop", "number", b"number", "pieces", b"pieces", "question", b"question", "replica", b"replica", "rescaled", b"rescaled", "restored", b"restored", "rounds", b"rounds", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "task", b"task", "times", b"times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "halted", b"halted", "handle", b"handle", "homes", b"homes", "in_flight", b"in_flight", "loop", b"loop", "number", b"number", "pieces", b"pieces", "question", b"question", "replica", b"replica", "rescaled", b"rescaled", "restored", b"restored", "rounds", b"rounds", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "task", b"task", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoopReport: _TypeAlias = LoopReport  # noqa: Y015
+
+@_typing.final
+class RunHomes(_message.Message):
+    """Where the parts of owners lie that are not on these: who stands in for which task."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class HomesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    HOMES_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """1, 2, … of the run"""
+    @_builtins.property
+    def homes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        homes: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["homes", b"homes", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunHomes: _TypeAlias = RunHomes  # noqa: Y015
 
 @_typing.final
 class RunQuestion(_message.Message):
@@ -2315,13 +2367,15 @@ class RunQuestion(_message.Message):
     TASKS_FIELD_NUMBER: _builtins.int
     WHAT_FIELD_NUMBER: _builtins.int
     PS_FIELD_NUMBER: _builtins.int
+    HOMES_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     kind: _builtins.str
     """"halted": all loops stand still until the answer. "rest": no loop runs, and tasks are
     to end. "newest": which checkpoint is. "state": give all ps the values of that.
     "data": give a task its data. "waits": the run waits for tasks; answer only if nobody
     starts them again. "finish": all steps are done; do what needs the ps. "rescaled": the
-    variables lie on `ps` tasks now; look for them there, and hold `tasks` no more.
+    variables lie on `ps` tasks now; look for them there, and hold `tasks` no more. "moved":
+    look for the parts of owners where `homes` says.
     """
     position: _builtins.str
     """where in the data the run is, as JSON"""
@@ -2332,6 +2386,8 @@ class RunQuestion(_message.Message):
     def tasks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """that it is about"""
 
+    @_builtins.property
+    def homes(self) -> Global___RunHomes: ...
     def __init__(
         self,
         *,
@@ -2341,10 +2397,11 @@ class RunQuestion(_message.Message):
         tasks: _abc.Iterable[_builtins.str] | None = ...,
         what: _builtins.str = ...,
         ps: _builtins.int = ...,
+        homes: Global___RunHomes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["homes", b"homes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "number", b"number", "position", b"position", "ps", b"ps", "tasks", b"tasks", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["homes", b"homes", "kind", b"kind", "number", b"number", "position", b"position", "ps", b"ps", "tasks", b"tasks", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2407,6 +2464,7 @@ class RunRestored(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     TOLD_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, … of the run"""
     step: _builtins.int
@@ -2427,6 +2485,10 @@ class RunRestored(_message.Message):
     def data(self) -> Global___OpenDataRun:
         """what is left to deal out; asynchronous training"""
 
+    @_builtins.property
+    def by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """who has their parts; none: they were started again"""
+
     def __init__(
         self,
         *,
@@ -2438,10 +2500,11 @@ class RunRestored(_message.Message):
         version: _builtins.int = ...,
         seconds: _builtins.float = ...,
         told: _builtins.bool = ...,
+        by: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["back_to", b"back_to", "data", b"data", "lost", b"lost", "number", b"number", "seconds", b"seconds", "step", b"step", "told", b"told", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["back_to", b"back_to", "by", b"by", "data", b"data", "lost", b"lost", "number", b"number", "seconds", b"seconds", "step", b"step", "told", b"told", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3852,6 +3915,7 @@ class OpenRun(_message.Message):
     ELASTIC_FIELD_NUMBER: _builtins.int
     OWNERS_FIELD_NUMBER: _builtins.int
     PS_FIELD_NUMBER: _builtins.int
+    STAND_INS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     info: _builtins.str
     """JSON: what to know of it in order to attach"""
@@ -3913,6 +3977,8 @@ class OpenRun(_message.Message):
     def ps(self) -> Global___RunPs:
         """ps join and leave; unset: those that it began with"""
 
+    @_builtins.property
+    def stand_ins(self) -> Global___StandIns: ...
     def __init__(
         self,
         *,
@@ -3935,14 +4001,105 @@ class OpenRun(_message.Message):
         elastic: Global___RunElastic | None = ...,
         owners: _abc.Iterable[_builtins.str] | None = ...,
         ps: Global___RunPs | None = ...,
+        stand_ins: Global___StandIns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "copies", b"copies", "elastic", b"elastic", "gate", b"gate", "ps", b"ps", "saves", b"saves"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "copies", b"copies", "elastic", b"elastic", "gate", b"gate", "ps", b"ps", "saves", b"saves", "stand_ins", b"stand_ins"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "client", b"client", "copies", b"copies", "elastic", b"elastic", "frames", b"frames", "gate", b"gate", "holders", b"holders", "incarnation", b"incarnation", "info", b"info", "master", b"master", "owners", b"owners", "ps", b"ps", "run", b"run", "saves", b"saves", "source", b"source", "standbys", b"standbys", "term", b"term", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "client", b"client", "copies", b"copies", "elastic", b"elastic", "frames", b"frames", "gate", b"gate", "holders", b"holders", "incarnation", b"incarnation", "info", b"info", "master", b"master", "owners", b"owners", "ps", b"ps", "run", b"run", "saves", b"saves", "source", b"source", "stand_ins", b"stand_ins", "standbys", b"standbys", "term", b"term", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenRun: _TypeAlias = OpenRun  # noqa: Y015
+
+@_typing.final
+class StandIns(_message.Message):
+    """Tasks that hold the parts of owners that were lost, until these are back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class HandlesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """of changes, so far"""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StandIn]: ...
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """as in OpenGate, when all owners are there"""
+
+    @_builtins.property
+    def handles(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """newest program of each loop, by its first one"""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        parts: _abc.Iterable[Global___StandIn] | None = ...,
+        shards: _abc.Iterable[_builtins.str] | None = ...,
+        handles: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handles", b"handles", "number", b"number", "parts", b"parts", "shards", b"shards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StandIns: _TypeAlias = StandIns  # noqa: Y015
+
+@_typing.final
+class StandIn(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    VARIABLES_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    """the owner"""
+    by: _builtins.str
+    """who holds its part"""
+    nbytes: _builtins.int
+    """of these"""
+    @_builtins.property
+    def variables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        by: _builtins.str = ...,
+        variables: _abc.Iterable[_builtins.str] | None = ...,
+        nbytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "nbytes", b"nbytes", "task", b"task", "variables", b"variables"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StandIn: _TypeAlias = StandIn  # noqa: Y015
 
 @_typing.final
 class RunPs(_message.Message):
@@ -4356,6 +4513,7 @@ class RunRow(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     PS_FIELD_NUMBER: _builtins.int
     RESCALE_FIELD_NUMBER: _builtins.int
+    HOMES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     task: _builtins.str
     """its master"""
@@ -4392,6 +4550,10 @@ class RunRow(_message.Message):
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """that take part now"""
 
+    @_builtins.property
+    def homes(self) -> Global___RunHomes:
+        """of what is not on its owner"""
+
     def __init__(
         self,
         *,
@@ -4411,10 +4573,11 @@ class RunRow(_message.Message):
         workers: _abc.Iterable[_builtins.str] | None = ...,
         ps: _builtins.int = ...,
         rescale: _builtins.str = ...,
+        homes: Global___RunHomes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "homes", b"homes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "data_run", b"data_run", "error", b"error", "frames", b"frames", "incarnation", b"incarnation", "info", b"info", "of_standby", b"of_standby", "ps", b"ps", "rescale", b"rescale", "run", b"run", "seconds", b"seconds", "state", b"state", "steps", b"steps", "task", b"task", "term", b"term", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "data_run", b"data_run", "error", b"error", "frames", b"frames", "homes", b"homes", "incarnation", b"incarnation", "info", b"info", "of_standby", b"of_standby", "ps", b"ps", "rescale", b"rescale", "run", b"run", "seconds", b"seconds", "state", b"state", "steps", b"steps", "task", b"task", "term", b"term", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ becomes the state of the ps, in the variables that the run has; then all streams
 anew.
 """
 
+import asyncio
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -14,15 +15,17 @@ from typing import final
 
 from jgraph.cluster.deadlines import COMPILE_S, REPLAY_S, bulk_timeout_s
 from jgraph.coordination.run.same_version import Ask, Differ, meet
+from jgraph.coordination.run.stand_ins import ring
 from jgraph.errors import CopyLostError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.program import Program
 from jgraph.plan.program.replay import changing, is_recorded, replayed
+from jgraph.plan.program.replicas import is_own
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.program_codec import encode_program
-from jgraph.server.runs.peers import Peers
+from jgraph.server.runs.peers import Peers, stand_ins_of
 from jgraph.server.runs.ps_setup import container_of, first_step_of
 from jgraph.server.runs.worker_setup import WorkerSetup
 
@@ -56,6 +59,23 @@ class RunCopies:
         """Whether the run has any."""
         return self.order.HasField("copies")
 
+    @property
+    def backups(self) -> dict[TaskName, TaskName]:
+        """Who has the copy of what a task holds; none: it is in a log, or nowhere."""
+        return {TaskName(s.task): TaskName(s.backup) for s in self._streams if s.backup}
+
+    @property
+    def _streams(self) -> list[pb.RunCopy]:
+        """Those that are kept: one that holds all there is has nobody for a copy."""
+        # Copies can undo, logs cannot.
+        return [one for one in self._there if one.backup or not one.undoes]
+
+    @property
+    def _there(self) -> list[pb.RunCopy]:
+        """Those of tasks that hold something now."""
+        away = stand_ins_of(self.order)
+        return [one for one in self.order.copies.streams if one.task not in away]
+
     # ------------------------------------------------------------ what is recorded
 
     async def admit(self, handle: str, number: int) -> None:
@@ -73,7 +93,7 @@ class RunCopies:
         copies = self.order.copies
         updates = copies.HasField("updates") and copies.updates == number
         program = self._program(number)
-        for one in copies.streams:
+        for one in self._streams:
             if is_recorded(program, TaskName(one.task), updates=updates):
                 await self._keep(one, {handle: number}, updates=updates)
 
@@ -100,11 +120,27 @@ class RunCopies:
 
     # ------------------------------------------------------------ after a loss
 
-    async def restore(self, lost: Collection[TaskName]) -> int | None:
+    async def part_of(self, task: TaskName) -> pb.StandIn:
+        """Returns what a task holds, as who has the copy of it knows.
+
+        Raises:
+          JGError: that one does not answer.
+        """
+        (one,) = [stream for stream in self._streams if stream.task == task]
+        query = frame(variable_query=pb.VariableQuery(containers=[one.stream]))
+        reply = await self.peers.call(TaskName(one.backup), "Variables", query)
+        rows = body_of(reply).variables
+        names = [row.name for row in rows if not is_own(row.name)]
+        return pb.StandIn(task=task, by=one.backup, variables=names, nbytes=one.nbytes)
+
+    async def restore(
+        self, lost: Collection[TaskName], away: Collection[TaskName] = ()
+    ) -> int | None:
         """Gives lost ps what is kept of them; in synchronous training all one version.
 
         Args:
-          lost: they have processes that hold nothing.
+          lost: they have processes that hold nothing, or none.
+          away: the copies of these become part of what their tasks hold.
 
         Returns:
           How many updates the model has; None: nobody counts them together.
@@ -113,7 +149,13 @@ class RunCopies:
           CopyLostError: it is not kept, or in different versions.
           JGError: a ps does not answer.
         """
-        streams = {TaskName(one.task): one for one in self.order.copies.streams}
+        streams = {TaskName(one.task): one for one in self._streams}
+        if missing := sorted(set(lost) - streams.keys()):
+            raise CopyLostError(
+                f"there was no copy of what {missing[0]} held: no other task was there "
+                "to have one",
+                task=missing[0],
+            )
         counting = self._counted() & streams.keys()
         losses = set(lost) & streams.keys()
         for task in losses - counting:
@@ -137,7 +179,12 @@ class RunCopies:
             else:
                 await self._hold(streams[task], met.version)
         for task in met.again | (losses - counting):
-            await self._take_place(streams[task])
+            one = streams[task]
+            if task in away:
+                await self._move(TaskName(one.backup), one.stream, beside=True)
+                _LOG.info("%s has the part of %s", one.backup, task)
+                continue
+            await self._take_place(one)
             _LOG.info("%s has what was kept of its process before", task)
         return self.began + met.version if counting else None
 
@@ -184,10 +231,15 @@ class RunCopies:
             request = frame(keep_records=keep)
             await self._call(one.backup, "KeepRecords", request, one.nbytes)
             await self._ended(one.task, pb.EndRecords(stream=there))
-        move = pb.MoveVariables(container=there, into=container_of(self.order))
-        await self._call(one.task, "MoveVariables", frame(move_variables=move), 0)
+        await self._move(TaskName(one.task), there)
         if one.backup:
             await self._reset(TaskName(one.backup), [there])
+
+    async def _move(self, task: TaskName, there: str, *, beside: bool = False) -> None:
+        """Makes variables of a container those of the run."""
+        into = container_of(self.order)
+        move = pb.MoveVariables(container=there, into=into, beside=beside)
+        await self._call(task, "MoveVariables", frame(move_variables=move), 0)
 
     # ------------------------------------------------------------ anew
 
@@ -201,20 +253,25 @@ class RunCopies:
         Raises:
           JGError: a ps does not answer.
         """
-        streams = self.order.copies.streams
-        old = [one.stream for one in streams]
-        for one in streams:
+        there = self._there
+        old = [one.stream for one in self.order.copies.streams]
+        backups = ring(TaskName(one.task) for one in there)
+        for one in there:
             one.stream = f"{one.stream.partition('-back.')[0]}-{name}"
-            if one.backup:
-                await self._follow(one, TaskName(one.backup), bulk_timeout_s(0))
-            await self._keep(one, {})
+            if one.undoes:
+                one.backup = backups.get(TaskName(one.task), "")
+        await asyncio.gather(*map(self._begin, self._streams))
         self.began = step
-        for task in {TaskName(one.task) for one in streams}:
-            await self._reset(task, old)
+        await asyncio.gather(*(self._reset(TaskName(s.task), old) for s in there))
+
+    async def _begin(self, one: pb.RunCopy) -> None:
+        if one.backup:
+            await self._follow(one, TaskName(one.backup), bulk_timeout_s(0))
+        await self._keep(one, {})
 
     async def close(self) -> None:
         """Drops the streams that began after a loss; the others are the client's."""
-        for one in self.order.copies.streams:
+        for one in self._streams:
             if "-back." in one.stream:
                 for task in filter(None, (one.task, one.backup)):
                     with suppress(JGError):  # of a task that is gone nothing is left

@@ -205,6 +205,11 @@ class Journal:
         order.CopyFrom(self._order)
         self.note(frame(open_run=order))
 
+    def moved(self, homes: pb.RunHomes) -> None:
+        """Takes note that parts of the variables lie on other tasks now."""
+        body = pb.LoopReport(state="moved", homes=homes, seconds=self.seconds)
+        self._append(frame(loop_report=body, tensors=_NOTHING))
+
     def end(self, state: str, error: JGError | None) -> None:
         """Ends it: "done", "stopped" or "failed"."""
         self._seconds = self.seconds

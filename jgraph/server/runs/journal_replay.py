@@ -130,6 +130,8 @@ class JournalReplay:
             case "loop_report" if body.HasField("rescaled"):
                 self._supervisor.rescaler.switch_as(body.rescaled)
                 record.again(entry)
+            case "loop_report" if body.HasField("homes"):
+                record.note(entry)
             case "loop_report":
                 self.note(entry)
                 record.again(entry)
@@ -163,6 +165,7 @@ class JournalReplay:
         self._order.master, self._order.incarnation = mine.master, mine.incarnation
         self._order.term, self._order.standbys[:] = mine.term, mine.standbys
         self._supervisor.rescaler.adopt()
+        self._supervisor.stand_ins.adopt()
         self._supervisor.learn_anew()
 
     def _go_back(self, report: pb.LoopReport) -> None:

@@ -23,6 +23,7 @@ from jgraph.server.runs.peers import (
     is_there,
     reaches_state,
     ready_tasks,
+    stand_ins_of,
 )
 
 
@@ -89,7 +90,9 @@ class RunLosses:
                 if self._holds(named):
                     self.unreached[named] = error
                 return LoopLost(order.replica, error)
-            return StateLost(replica, error) if self._holds(named) else failed
+            # A program of before an owner lost its part needs that owner.
+            is_lost = self._holds(named) or named in stand_ins_of(self._order)
+            return StateLost(replica, error) if is_lost else failed
         changed = {t for t, one in self.known.items() if ready.get(t) != one}
         # It has lost what it had, though it may be the one that was known last.
         is_new = isinstance(error, InvalidProgramError | UninitializedError)

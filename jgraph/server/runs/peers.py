@@ -106,10 +106,20 @@ def holds_state(order: pb.OpenRun, task: str) -> bool:
       >>> tasks = ["/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"]
       >>> [holds_state(order, task) for task in tasks]
       [True, True, False]
+      >>> _ = order.stand_ins.parts.add(task=tasks[1], by=tasks[2])
+      >>> [holds_state(order, task) for task in tasks]
+      [True, False, True]
     """
     if is_ps(task) and order.HasField("ps"):
         return int(task.rpartition(":")[2]) < order.ps.now
-    return is_ps(task) or task in order.owners
+    by = stand_ins_of(order)
+    owns = task in order.owners or task in by.values()
+    return is_ps(task) or (owns and task not in by)
+
+
+def stand_ins_of(order: pb.OpenRun) -> dict[TaskName, TaskName]:
+    """Returns who has the part of each owner that is away."""
+    return {TaskName(p.task): TaskName(p.by) for p in order.stand_ins.parts}
 
 
 async def reaches_state(peers: Peers, order: pb.OpenRun, worker: TaskName) -> bool:

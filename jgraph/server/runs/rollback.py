@@ -9,7 +9,7 @@ get other names, so that what a lost task still sends for a step of before is re
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, final
@@ -34,6 +34,7 @@ from jgraph.server.runs.copies import RunCopies
 from jgraph.server.runs.journal import Journal
 from jgraph.server.runs.peers import LoopPeers, check_master, ready_tasks
 from jgraph.server.runs.ps_setup import PsSetup, first_step_of, version_of
+from jgraph.server.runs.rescaling.stand_ins import RunStandIns
 from jgraph.server.runs.run_client import Restarters, RunClient
 from jgraph.server.runs.saving.checkpointer import Saved
 from jgraph.server.runs.saving.state_source import MasterSaves, SavedState, StateSource
@@ -79,6 +80,7 @@ class Rollback:
       workers: gives programs, and first values.
       ps: gives a ps what it needs.
       copies: what is kept of the ps.
+      stand_ins: have the parts of owners that do not answer, where they have copies.
       record: how the run stands.
       sources: says who has checkpoints; None: nobody, so there are none.
       client: that the run ends with; None: it has none.
@@ -92,6 +94,7 @@ class Rollback:
     workers: WorkerSetup
     ps: PsSetup
     copies: RunCopies
+    stand_ins: RunStandIns
     record: Journal
     sources: Callable[[], StateSource | None]
     client: RunClient | None
@@ -137,20 +140,27 @@ class Rollback:
         decision = self._recoveries.lost(newest, is_drain=is_drain)
         if isinstance(decision, GiveUp):
             raise self._hopeless(error, decision.why, newest)
-        lost = await self._lost(error, known)
+        ready = await self._ready()
+        lost = self._lost(error, known, ready)
         then = f"goes back to step {decision.step} in {self._directory}"
         if self._loses_nothing:
             then = "goes on with the copies of what was there"
+        away = [task for task in self.ps.tasks if task not in ready]
+        by = self._heirs(away, ready, known)
         # What to do about it is what the run does.
         why = "" if is_drain else f": {error.message.partition(';')[0]}"
         level = logging.INFO if is_drain else logging.WARNING
         how = "told to end" if is_drain else "lost"
-        what = (
-            f"{_were(lost)} {how} at step {step}{why}. The run waits up to "
-            f"{self._wait_s():g} s until all ps answer, and then {then}"
-        )
+        if by is None:
+            waits = f"The run waits up to {self._wait_s():g} s until all ps answer, and"
+            then = f"{waits} then {then}"
+        else:
+            copies = ", ".join(by[task] for task in away)
+            then = f"The run goes on with the copies on {copies}"
+        what = f"{_were(lost)} {how} at step {step}{why}. {then}"
         _LOG.log(level, "%s", what)
-        self._restarters.learned(lost, what)
+        if by is None:
+            self._restarters.learned(lost, what)
         source = self.sources()
         async with nullcontext() if source is None else source.paused():
             drops = (self.workers.drop(one.handle, settle=True) for one in loops)
@@ -165,9 +175,42 @@ class Rollback:
         changed = [task for task in self.ps.tasks if known[task] != before.get(task)]
         lost = tuple(changed) or lost
         took_s = self.clock.now() - began
-        recovery = Recovery(lost, step, back_to, took_s, is_drain)
+        have = self.stand_ins.by
+        heirs = tuple(dict.fromkeys(have[task] for task in lost if task in have))
+        recovery = Recovery(lost, step, back_to, took_s, is_drain, heirs)
         _LOG.log(level, "%s", recovery)
         return RolledBack(recovery, checkpoint, now, left_out)
+
+    async def give_back(
+        self, parts: Sequence[pb.StandIn], loops: Sequence[pb.RunLoop], name: str
+    ) -> None:
+        """Gives owners that are there again their parts, while no loop runs.
+
+        Args:
+          parts: of these owners, and who has them.
+          loops: the next ones, the arbiter's first; get other programs.
+          name: of this time.
+
+        Raises:
+          FencedError: another master has the run.
+          JGError: a task does not answer; the owners may have their parts.
+        """
+        await self._check_master()
+        owners = [part.task for part in parts]
+        await self.stand_ins.copy_back(parts, name)
+        old = [loop.handle for loop in loops]
+        give = self.workers.give
+        new = [await give(handle, name, self.workers.ps, owners) for handle in old]
+        self.stand_ins.returned(owners)
+        for loop, handle in zip(loops, new, strict=True):
+            loop.handle = handle
+        if isinstance(self.sources(), MasterSaves):
+            saves = self.order.saves
+            saves.snapshot = await self.workers.renew(saves.snapshot, name)
+        version = loops[0].sync.version
+        await self._record(loops, (), name, version, self.stand_ins.by)
+        await asyncio.gather(*map(self.workers.drop, old))
+        await self.stand_ins.forget(parts)
 
     @property
     def _step(self) -> int:
@@ -201,8 +244,7 @@ class Rollback:
             source = self.sources()
             return None if source is None else await source.newest()
 
-    async def _lost(self, error: JGError, known: Known) -> tuple[TaskName, ...]:
-        ready = await self._ready()
+    def _lost(self, error: JGError, known: Known, ready: Known) -> tuple[TaskName, ...]:
         lost = [t for t in self.ps.tasks if t in known and ready.get(t) != known[t]]
         named = map(str, error.details.get("tasks", [error.details.get("task", "")]))
         return tuple(lost) or tuple(TaskName(task) for task in named if task)
@@ -222,21 +264,24 @@ class Rollback:
             ready = await self._ready()
             lost = [task for task in self.ps.tasks if task not in ready]
             number += 1
-            if lost and (missing := self._restarters.learned(lost)) is not None:
-                raise self._hopeless(missing, "", await self._newest()) from error
+            by = self._heirs(lost, ready, known)
+            if waits := bool(lost) and by is None:
+                await self._look_for_restarters(error, lost)
             try:
-                if not lost:
+                if not waits:
                     await self._check_master()
                     await self.save_for_client()
                     once = f"{name}.{number}"
+                    if by is not None:
+                        step = await self._stand_in(error, lost, by, step)
                     left_out = await self._programs(ready, loops, once)
                     new = [t for t in self.ps.tasks if ready[t] != known.get(t)]
-                    step, checkpoint = await self._state(error, new, step)
-                    zeros = new if checkpoint is None else list(ready)
+                    step, saved = await self._state(error, new, step, by)
+                    zeros = new if saved is None else list(ready)
                     await self._prepare(new, zeros, loops, once)
-                    await self._record(loops, left_out, once, step)
+                    await self._record(loops, left_out, once, step, by)
                     known.update({task: ready[task] for task in self.ps.tasks})
-                    return step, checkpoint, left_out
+                    return step, saved, left_out
             except (ClusterUnreachableError, TaskLostError) as again:
                 _LOG.info("a task was lost meanwhile: %s", again.message)
             if not await polling.again():
@@ -255,6 +300,48 @@ class Rollback:
         leavers = self.peers.leavers() if self.order.HasField("ps") else ()
         return await ready_tasks(self.peers, list(filter(is_ps, leavers)))
 
+    async def _look_for_restarters(
+        self, error: JGError, lost: Sequence[TaskName]
+    ) -> None:
+        """Gives up where nobody starts lost tasks again."""
+        if (missing := self._restarters.learned(lost)) is not None:
+            raise self._hopeless(missing, "", await self._newest()) from error
+
+    def _heirs(
+        self, lost: Sequence[TaskName], ready: Known, known: Known
+    ) -> Mapping[TaskName, TaskName] | None:
+        """Returns who is to have lost owners' parts; None: these are waited for."""
+        there = [task for task, one in ready.items() if known.get(task) == one]
+        others = [t for t in self.ps.tasks if t not in there and t not in lost]
+        if not lost or others or not self._from_copies:
+            return None
+        return self.stand_ins.heirs(lost, there)
+
+    async def _stand_in(
+        self,
+        error: JGError,
+        lost: Sequence[TaskName],
+        by: Mapping[TaskName, TaskName],
+        step: int,
+    ) -> int:
+        """Lets who has the copies of lost owners have their parts; returns the step.
+
+        Raises:
+          TaskLostError: the copies are not whole; the owners are to be waited for.
+        """
+        parts = await self.stand_ins.parts(lost)
+        try:
+            version = await self.copies.restore(lost, away=lost)
+        except CopyLostError as loss:
+            self._copies_lost = True
+            if (newest := await self._newest()) is None:
+                raise self._hopeless(loss, "", None) from error
+            text = "%s; the run goes back to step %d in %s"
+            _LOG.warning(text, loss.message, newest, self._directory)
+            raise TaskLostError(loss.message, **loss.details) from error
+        self.stand_ins.take(by, parts)
+        return step if version is None else version
+
     async def _check_master(self) -> None:
         """Refuses to go back where another master goes on with the run."""
         await check_master(self.peers, self.order.run, self.record.term)
@@ -266,7 +353,7 @@ class Rollback:
         left_out = set[TaskName]()
         for loop in loops:
             task = TaskName(loop.task)
-            if task not in ready:
+            if task not in ready or task in self.stand_ins.by:
                 left_out.add(task)
                 continue
             try:
@@ -281,7 +368,11 @@ class Rollback:
         return frozenset(left_out)
 
     async def _state(
-        self, error: JGError, new: Sequence[TaskName], step: int
+        self,
+        error: JGError,
+        new: Sequence[TaskName],
+        step: int,
+        by: Mapping[TaskName, TaskName] | None,
     ) -> tuple[int, SavedState | None]:
         """Gives all ps one state; returns its updates, and the checkpoint if it is one.
 
@@ -289,7 +380,10 @@ class Rollback:
           error: how the loss showed.
           new: ps whose processes hold nothing.
           step: updates that were told of.
+          by: who stands in for others now, and has their state; None: nobody.
         """
+        if by is not None:
+            return step, None
         if self._saved is not None:
             await asyncio.gather(*(self._read_again(t, self._saved) for t in new))
             return int(self._saved.path.name), None
@@ -325,6 +419,7 @@ class Rollback:
         left_out: Collection[str],
         name: str,
         step: int,
+        by: Mapping[TaskName, TaskName] | None,
     ) -> None:
         """Keeps what the ps hold, and what changes it from now on."""
         if not self.copies.is_kept:
@@ -333,6 +428,8 @@ class Rollback:
         for loop in loops:
             if loop.task not in left_out:
                 await self.copies.admit(loop.handle, int(loop.HasField("sync")))
+        if by is not None:
+            await self.stand_ins.tell(loops)
 
     async def _prepare(
         self,

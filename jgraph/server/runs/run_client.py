@@ -106,6 +106,7 @@ class RunClient:
         position: str = "",
         what: str = "",
         ps: int = 0,
+        homes: pb.RunHomes | None = None,
         act: Act | None = None,
     ) -> pb.RunAnswer:
         """Asks, and returns the answer.
@@ -116,6 +117,7 @@ class RunClient:
           position: where in the data the run is, as JSON.
           what: is waited for.
           ps: on how many the variables lie.
+          homes: of parts of the variables.
           act: done when the answer comes, which returns what that says.
 
         Raises:
@@ -136,6 +138,7 @@ class RunClient:
                 tasks=tasks,
                 what=what,
                 ps=ps,
+                homes=homes,
             )
         )
         try:

@@ -64,6 +64,7 @@ from jgraph.server.runs.peers import (
 )
 from jgraph.server.runs.ps_setup import PsSetup
 from jgraph.server.runs.rescaling.rescaler import RunRescaler
+from jgraph.server.runs.rescaling.stand_ins import RunStandIns
 from jgraph.server.runs.rollback import Rollback, RolledBack, position_of
 from jgraph.server.runs.run_client import Restarters, RunClient
 from jgraph.server.runs.run_loops import LoopOrders, RunningLoops, open_round_gates
@@ -95,6 +96,7 @@ class RunSupervisor:
       restores: how often the run went on from a checkpoint.
       client: that the run ends with; None: it has none.
       saving: has it saved.
+      stand_ins: have the parts of owners that are away.
     """
 
     def __init__(self, order: pb.OpenRun, peers: LoopPeers, clock: Clock) -> None:
@@ -132,8 +134,12 @@ class RunSupervisor:
             *(order, peers, self.record, self.ready, ps, self.client),
             *(self._next_name, self._running.ask, self._do),
         )
+        self.stand_ins = RunStandIns(
+            *(order, peers, self.copies, self.loops, self.record, self.client),
+            note=self._note_order,
+        )
         self._rollback = Rollback(
-            *(order, peers, self.ready, ps, self.copies),
+            *(order, peers, self.ready, ps, self.copies, self.stand_ins),
             *(self.record, self.saving.source, self.client, clock),
             save_for_client=self.saving.begin_for_client,
             is_stopped=lambda: self.stopping,
@@ -172,6 +178,8 @@ class RunSupervisor:
         if self._supervisor is not None and not self.record.is_over:
             row.workers[:] = self._workers.standing
             row.ps, row.rescale = self.rescaler.ps, self.rescaler.why
+            row.homes.number = self._order.stand_ins.number
+            row.homes.homes.update(self.stand_ins.by.items())
         return row
 
     def journal_end(self) -> pb.RunRow:
@@ -632,6 +640,7 @@ class RunSupervisor:
             version=back.version,
             seconds=recovery.seconds,
             told=recovery.is_drain,
+            by=recovery.by,
         )
         place, remaining = self._place(back), max(0, info["steps"] - step)
         data = self.loops.data
@@ -647,6 +656,7 @@ class RunSupervisor:
         self.saving.prepare_halts()
         for order in list(self.loops.replicas.values()):  # one that has left goes
             if order.task in back.left_out:
+                self.record.lost(order, error)
                 self._handle(LoopLost(order.replica, error))
         if self._is_held:
             self._holds.hold_again(recovery.lost)
@@ -678,6 +688,8 @@ class RunSupervisor:
 
     async def _begin_round(self, arbiter: pb.RunLoop, replicas: Sequence[int]) -> None:
         """Begins the next round of synchronous training."""
+        if not await self._have_returned(arbiter, replicas):
+            return
         orders = [self.loops.again(self.loops.replicas[r]) for r in replicas]
         wanted = self._workers.joiners.contributions(arbiter.sync.wanted, len(orders))
         arbiter.sync.wanted = wanted
@@ -693,6 +705,35 @@ class RunSupervisor:
         for order in () if self._leaves else (arbiter, *orders):
             self.record.begins(order)
             self._start(order)
+
+    async def _have_returned(
+        self, arbiter: pb.RunLoop, replicas: Sequence[int]
+    ) -> bool:
+        """Gives owners that are there again their parts; False: one is lost again."""
+        loops = [self.loops.replicas[replica] for replica in replicas]
+        tasks = [loop.task for loop in loops]
+        if not (parts := self.stand_ins.away(tasks)):
+            return True
+        owners, name = [part.task for part in parts], self._next_name("back")
+        try:
+            await self._rollback.give_back(parts, [arbiter, *loops], name)
+        except JGError as error:
+            self._running.end(arbiter)  # it never began
+            still = [part.task for part in self.stand_ins.away(tasks)]
+            lost: Event = RoundEnded("paused")
+            if not still:
+                lost = await self._loss_of(arbiter, error)
+            for loop in loops:
+                ended: Event = LoopEnded(loop.replica, "stopped")
+                if loop.task in still:
+                    ended = await self._leave_out(loop, error)
+                self._handle(ended)
+            self._handle(lost)
+            return False
+        self._note_order()
+        if self._is_held:
+            self._holds.hold_again(map(TaskName, owners))
+        return True
 
     def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(self._done(work))

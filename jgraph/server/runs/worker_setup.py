@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final, final
 
@@ -11,11 +12,12 @@ from jgraph.errors import ConfigError, DataError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.program import Program
 from jgraph.plan.program.replicas import for_replica
+from jgraph.plan.program.stand_in import standing_in
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.program_codec import decode_program, encode_program
-from jgraph.server.runs.peers import Peers
+from jgraph.server.runs.peers import Peers, stand_ins_of
 from jgraph.server.runs.run_client import RunClient
 
 _LOG = logging.getLogger("jgraph.recover")
@@ -103,7 +105,9 @@ class WorkerSetup:
           JGError: the worker, or one it works with, does not answer.
         """
         task = TaskName(loop.task)
-        handle = await self.renew(loop.handle, _suffix(loop, number))
+        await self.drop(loop.handle)
+        suffix = _suffix(loop, number)
+        handle = await self.give(loop.handle, suffix, self.ps, home=[task])
         await self.give_data(task, loop.data)
         await self.begin(task, handle)
         return handle
@@ -140,14 +144,26 @@ class WorkerSetup:
         await self.drop(handle)
         return await self.give(handle, suffix, self.ps)
 
-    async def give(self, handle: str, suffix: str, ps: int) -> str:
+    async def give(
+        self, handle: str, suffix: str, ps: int, home: Collection[str] = ()
+    ) -> str:
         """Gives all tasks a program, cut for so many ps, under a new name.
+
+        Args:
+          handle: of it, whichever.
+          suffix: of the new name.
+          ps: how many.
+          home: these tasks have their own parts again.
 
         Raises:
           JGError: a task does not answer.
         """
-        program, new = self._kept(handle, ps), f"{_first(handle)}~{suffix}"
-        await self._register(program, new)
+        original, new = self._kept(handle, ps), f"{_first(handle)}~{suffix}"
+        if self._away(home):
+            message, tensors = encode_program(self._program(original, home))
+            body = pb.RegisterProgram(program=message)
+            original = frame(register_program=body, tensors=tensors)
+        await self._register(original, new)
         return new
 
     def program(self, handle: str) -> Program:
@@ -156,8 +172,16 @@ class WorkerSetup:
         Raises:
           ConfigError: there is none.
         """
-        program = self._kept(handle)
-        return decode_program(body_of(program).program, program.tensors)
+        return self._program(self._kept(handle))
+
+    def _program(self, original: Frame, home: Collection[str] = ()) -> Program:
+        """Returns a program as it is while some stand in for others."""
+        program = decode_program(body_of(original).program, original.tensors)
+        return standing_in(program, self._away(home))
+
+    def _away(self, home: Collection[str]) -> dict[TaskName, TaskName]:
+        away = stand_ins_of(self.order).items()
+        return {task: by for task, by in away if task not in home}
 
     def _kept(self, handle: str, ps: int | None = None) -> Frame:
         cut = self._cuts[self.ps if ps is None else ps]

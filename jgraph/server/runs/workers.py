@@ -27,7 +27,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.server.runs.copies import RunCopies
 from jgraph.server.runs.journal import Journal
 from jgraph.server.runs.losses import RunLosses
-from jgraph.server.runs.peers import LoopPeers, check_master, ready_tasks
+from jgraph.server.runs.peers import LoopPeers, check_master, ready_tasks, stand_ins_of
 from jgraph.server.runs.run_client import Restarters
 from jgraph.server.runs.run_loops import LoopOrders
 from jgraph.server.runs.worker_setup import WorkerSetup
@@ -340,7 +340,8 @@ class RunWorkers:
             while ps != ready.ps:  # the variables may move to others meanwhile
                 ps = ready.ps
                 order.handle = await ready.prepare(order, number)
-            await self.copies.admit(order.handle, 0)
+            if order.task not in stand_ins_of(self.joiners.order):
+                await self.copies.admit(order.handle, 0)  # else with its part
         except FencedError as error:
             self.handle(Failed(error))
             return None

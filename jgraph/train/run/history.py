@@ -28,11 +28,10 @@ if TYPE_CHECKING:
 class _Stretch:
     """Steps between two losses of tasks.
 
-    ``first`` updates were applied before it, and the run was ``began`` seconds old.
+    ``first`` updates were applied before it. Its chunks are dated since the run began.
     """
 
     first: int
-    began: float
     chunks: list[Chunk] = field(default_factory=list)
 
     def until(self, step: int) -> "_Stretch":
@@ -45,7 +44,7 @@ class _Stretch:
         ends = np.cumsum([len(chunk) for chunk in self.chunks])[:-1]
         counts = [int(part.sum()) for part in np.split(stays, ends)]
         cut = [c.first(n) for c, n in zip(self.chunks, counts, strict=True) if n]
-        return _Stretch(self.first, self.began, cut)
+        return _Stretch(self.first, cut)
 
 
 @final
@@ -59,7 +58,7 @@ class History:
     """
 
     def __init__(self, first_step: int = 0) -> None:
-        self._stretches = [_Stretch(first_step, 0.0)]
+        self._stretches = [_Stretch(first_step)]
         self._count = 0  # in the last stretch
         self._drops: dict[TaskName, int] = {}  # in the last stretch
         self._readings: list[tuple[int, float, dict[str, float]]] = []
@@ -107,11 +106,11 @@ class History:
             self._count += len(chunk)
             self._drops.update(chunk.dropped)
 
-    def go_back(self, step: int, seconds: float) -> None:
-        """Forgets all after ``step``: it is done again, from ``seconds`` on."""
+    def go_back(self, step: int) -> None:
+        """Forgets all after ``step``: it is done again."""
         with self._lock:
             stays = [s.until(step) for s in self._stretches if s.first < step]
-            self._stretches = [*stays, _Stretch(step, seconds)]
+            self._stretches = [*stays, _Stretch(step)]
             self._count, self._drops = 0, {}
             self._readings = [row for row in self._readings if row[0] <= step]
 
@@ -249,7 +248,7 @@ def _by_time(stretch: _Stretch, name: str) -> dict[str, Array]:
     return {
         "step": stretch.first + 1 + np.arange(len(order)),
         "value": values[order],
-        "seconds": stretch.began + seconds[order],
+        "seconds": seconds[order],
         "replica": replicas[order],
     }
 

@@ -107,7 +107,8 @@ class MemberBook:
         """Takes a report of a loop."""
         task = report.task
         decides = is_ps(task) or report.replica == ARBITER
-        if decides or (report.restored or report.rescaled) is not None:
+        of_run = report.restored, report.rescaled, report.homes
+        if decides or any(one is not None for one in of_run):
             return  # of no worker
         self.did(task, report.batches)
         if report.handle:

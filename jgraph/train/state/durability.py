@@ -77,7 +77,7 @@ class Copies:
         self._cluster = cluster
         self._session = session
         self._step = step
-        self._ps = [*cluster.tasks("ps"), *step.owners]
+        self._ps: list[TaskName] = []
         self._in_logs = in_logs
         self._programs: list[Program] = []
         self._is_open = False
@@ -102,6 +102,8 @@ class Copies:
             return
         self._updates = updates
         self.end()
+        # An owner may have lost its part to another one since.
+        self._ps = [*self._cluster.tasks("ps"), *self._step.owners]
         self._times += 1
         self._programs = list(programs)
         for src, dst in self._pairs():

@@ -1,7 +1,7 @@
 """Remote state: the variables of a training run that tasks of a cluster hold."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from jgraph.client.cluster import Cluster
@@ -10,6 +10,7 @@ from jgraph.client.runs.holds import DrainHolds
 from jgraph.client.state.snapshots import SnapshotHandle
 from jgraph.cluster.deadlines import bulk_timeout_s
 from jgraph.graph.graph import Graph
+from jgraph.graph.ir import TaskName
 from jgraph.graph.variable import Variable
 from jgraph.train.hash_tables.hash_state import NO_KEYS, TableRows
 from jgraph.train.state.durability import Durability, make_durable_copies
@@ -66,6 +67,7 @@ class RemoteState:
         self._is_initialized = False
         self._copy_at_once: Callable[[], SnapshotHandle] | None = None
         self._drain_holds: DrainHolds | None = None
+        self._moves, self._homes_before = 0, dict[TaskName, TaskName]()
 
     @property
     def halt_s(self) -> float:
@@ -222,6 +224,27 @@ class RemoteState:
         """Looks for the variables on so many ps from now on."""
         self.step.move_to(ps)
         self._copy_at_once = None  # it copies them where they were
+
+    def begin_run(self) -> None:
+        """Takes note that a run begins, whose parts move from where they are now."""
+        self._moves, self._homes_before = 0, dict(self.step.arrangement.homes)
+
+    def look_at(self, number: int, homes: Mapping[TaskName, TaskName]) -> bool:
+        """Looks for the parts of owners with who has them; returns whether it is new.
+
+        Args:
+          number: how often parts have moved then.
+          homes: who has the part of each owner that is away.
+        """
+        if number <= self._moves:
+            return False
+        self._moves = number
+        before = self._homes_before
+        self.step.look_at(
+            {t: homes.get(by, by) for t, by in before.items()} | {**homes}
+        )
+        self._copy_at_once = None  # it copies them where they were
+        return True
 
     def hold(self) -> DrainHolds:
         """Holds the tasks of a run until ``let_go``: nobody ends who was told to."""

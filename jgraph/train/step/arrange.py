@@ -13,7 +13,7 @@ Distributed DNN Training in Heterogeneous GPU/CPU Clusters", 2020 (BytePS).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeAlias, final
 
@@ -140,6 +140,7 @@ class Arrangement:
       why: they do, or do not, for the plan; empty: the user said so.
       elastic: which ps join and leave; None: none does. Variables are then placed for
         as many as ``ps`` has.
+      homes: who has the part of each owner that is away.
     """
 
     place: Place | None = None
@@ -149,6 +150,7 @@ class Arrangement:
     owners: Owners | None = None
     why: str = ""
     elastic: ElasticPs | None = None
+    homes: Mapping[TaskName, TaskName] = field(default_factory=dict)
 
     def on(self, ps: int) -> "Arrangement":
         """Returns how variables are cut and placed when there are so many ps."""
@@ -243,9 +245,10 @@ class Arrangement:
         tables = self.owners.tables
         apart = [pair for pair in variables if pair[1] in tables]
         dense = [pair for pair in variables if pair[1] not in tables]
+        owned = self.owners.place(_bytes_of(dense))
         return {
             **(self.place(_bytes_of(apart)) if apart else {}),
-            **self.owners.place(_bytes_of(dense)),
+            **{key: self.homes.get(task, task) for key, task in owned.items()},
         }
 
     def _column(

@@ -175,6 +175,15 @@ class TrainStep:
         self.arrangement = self.arrangement.on(ps)
         self.variables = self._variables_on(self.arrangement)
 
+    def look_at(self, homes: Mapping[TaskName, TaskName]) -> None:
+        """Takes note that parts of owners lie elsewhere from now on.
+
+        Args:
+          homes: who has the part of each owner that is away.
+        """
+        self.arrangement = replace(self.arrangement, homes=homes)
+        self.variables = self._variables_on(self.arrangement)
+
     @property
     def groups(self) -> dict[str, list[VariableSpec]]:
         """What must live together: a parameter, or a shard, and its optimizer state."""

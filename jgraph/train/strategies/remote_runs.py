@@ -1,7 +1,7 @@
 """Runs on a cluster: what asynchronous and synchronous training have alike."""
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -143,10 +143,11 @@ class RemoteRuns:
         begin_scaling = scaling_of(state.cluster, self._elastic)
         if order.lease_s is not None:
             give = partial(self._give_data, prepared, order.dataset)
-            owner = Owner(give, state.hold(), self._move_to)
+            owner = Owner(give, state.hold(), self._move_to, self._look_at)
         wait_s = order.wait_s if self._elastic is None else self._elastic.wait_s
         order, self.members = replace(order, wait_s=wait_s), MemberBook()
         self.rounds = RoundBook()
+        state.begin_run()
         self.rounds.nbytes = prepared.plan.nbytes_per_step
         try:
             with state.lock:
@@ -245,12 +246,21 @@ class RemoteRuns:
                 self._prepared.clear()
                 self._has_replaced = True
 
+    def _look_at(self, number: int, homes: Mapping[TaskName, TaskName]) -> None:
+        """Looks for the parts of owners with who has them from now on."""
+        with self._state.lock:
+            if self._state.look_at(number, homes):
+                self._prepared.clear()
+                self._has_replaced = True
+
     def _note(self, report: LoopReport, run: RunFollower, *, together: bool) -> None:
         state, is_restore = self._state, report.restored is not None
         self.members.note(report)
         self.rounds.note(report)
         if report.rescaled is not None:
             self._move_to(report.rescaled.ps)
+        if report.homes is not None:
+            self._look_at(*report.homes)
         if report.handle and self.last is not None:
             handle = report.handle.partition("~")[0]
             self.last.workers.setdefault(handle, report.task)

@@ -25,7 +25,9 @@ from jgraph.server.runs.copies import RunCopies
 from jgraph.server.runs.journal import Journal
 from jgraph.server.runs.peers import LoopPeers
 from jgraph.server.runs.ps_setup import PsSetup
+from jgraph.server.runs.rescaling.stand_ins import RunStandIns
 from jgraph.server.runs.rollback import Rollback
+from jgraph.server.runs.run_loops import LoopOrders
 from jgraph.server.runs.supervisor import RunSupervisor
 from jgraph.server.runs.worker_setup import WorkerSetup
 from jgraph.train.strategies.async_runner import AsyncPS
@@ -107,9 +109,14 @@ def test_master_that_was_replaced_gives_no_ps_its_state_again() -> None:
         workers = WorkerSetup(order, peers)
         ps, copies = PsSetup(order, peers, workers), RunCopies(order, peers, workers)
         record = Journal(TaskName(PS), order, clock)
-        world = order, peers, workers, ps, copies, record, lambda: None, None, clock
+        stand_ins = RunStandIns(
+            *(order, peers, copies, LoopOrders(), record, None), note=lambda: None
+        )
         rollback = Rollback(
-            *world, save_for_client=refuse_to_save, is_stopped=lambda: False
+            *(order, peers, workers, ps, copies, stand_ins, record),
+            *(lambda: None, None, clock),
+            save_for_client=refuse_to_save,
+            is_stopped=lambda: False,
         )
         with pytest.raises(FencedError):
             await rollback.go_back(TaskLostError("gone"), {}, [], "back.1.1")
