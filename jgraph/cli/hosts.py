@@ -174,6 +174,8 @@ def server(
     With --join it becomes a new task of a cluster that is up, and leaves that when it
     is drained. The exit code is 75 if another process took the place of this one.
     """
+    if models is not None:
+        _check_answers((tls_cert, tls_key), http_port, grpc_port)
     options: dict[str, Any] = {
         "bind": bind,
         "health_port": health_port,
@@ -200,10 +202,10 @@ def server(
             models,
             (cluster, tls_dir, token_file),
             bind=bind,
-            http_port=None if http_port < 0 else http_port,
-            grpc_port=None if grpc_port < 0 else grpc_port,
+            http_port=http_port,
+            grpc_port=grpc_port,
             token_file=serve_token_file,
-            tls=(tls_cert, tls_key) if tls_cert and tls_key else None,
+            tls=(tls_cert, tls_key),
             insecure_i_accept=insecure_i_accept,
         )
 
@@ -221,10 +223,26 @@ def server(
         raise typer.Exit(code)
 
 
+def _check_answers(
+    tls: tuple[Path | None, Path | None], http_port: int, grpc_port: int
+) -> None:
+    """Refuses options of --models that mean nothing, before the task is there."""
+    from jgraph.errors import ConfigError
+
+    if len([file for file in tls if file is not None]) == 1:
+        raise ConfigError("give --tls-cert and --tls-key, both or none")
+    if http_port < 0 and grpc_port < 0:
+        raise ConfigError("nobody could ask: give --http-port or --grpc-port")
+
+
 def _models_beside(
     running: "Server",
     models: Path,
     identity: tuple[Path | None, Path | None, Path | None],
+    *,
+    http_port: int,
+    grpc_port: int,
+    tls: tuple[Path | None, Path | None],
     **options: Any,
 ) -> "ModelsBeside":
     """Returns what serves models beside a task.
@@ -234,14 +252,20 @@ def _models_beside(
       models: directory of them.
       identity: cluster file, directory of certificates and file of the token, which
         show that the server is a client of the cluster.
+      http_port: negative: none.
+      grpc_port: likewise.
+      tls: certificate and key that callers see, or neither.
       **options: of ``ModelServer``.
     """
     from jgraph.cli.models_beside import ModelsBeside
     from jgraph.cluster.transport_choice import tls_directory_in
 
     cluster, tls_dir, token_file = identity
-    tls = tls_dir or (tls_directory_in(cluster) if cluster else None)
-    return ModelsBeside(running, models, tls, token_file, **options)
+    own = tls_dir or (tls_directory_in(cluster) if cluster else None)
+    ports = {"http_port": http_port, "grpc_port": grpc_port}
+    options |= {name: None if port < 0 else port for name, port in ports.items()}
+    files = tls if all(tls) else None
+    return ModelsBeside(running, models, own, token_file, tls=files, **options)
 
 
 def _check_joins(job: str | None, task: int | None, cluster: Path | None) -> None:

@@ -26,7 +26,7 @@ class ModelsBeside:
     Args:
       task: a server of this process.
       directory: of models.
-      tls: certificates of a client of the cluster.
+      cluster_tls: certificates of a client of the cluster.
       cluster_token: file of the cluster's token.
       drain_s: how long to go on at the end, after it has said that it is not ready.
       **options: of ``ModelServer``.
@@ -40,7 +40,7 @@ class ModelsBeside:
         self,
         task: "Server",
         directory: Path,
-        tls: Path | None,
+        cluster_tls: Path | None,
         cluster_token: Path | None,
         drain_s: float = DRAIN_S,
         **options: Any,
@@ -49,7 +49,7 @@ class ModelsBeside:
         self.error: JGError | None = None
         self._task = task
         self._directory = directory
-        self._connection = {"tls": tls, "token_file": cluster_token}
+        self._connection = {"tls": cluster_tls, "token_file": cluster_token}
         self._drain_s = drain_s
         self._options = options
         self._cluster: Any = None

@@ -54,7 +54,6 @@ from jgraph.serving.exported_model import (
 )
 from jgraph.serving.function_queue import FunctionQueue
 from jgraph.serving.labels import Labels, read_labels, set_label
-from jgraph.serving.live.live_version import read_live
 from jgraph.serving.model_options import ModelOptions, read_options
 from jgraph.serving.statistics import Statistics
 from jgraph.serving.tasks.program_file import program_from
@@ -188,6 +187,9 @@ class ExportedVersions:
             )
         if manifest.kind == "program":
             return self._over_tasks(path, manifest, self._cluster), options
+        # Who serves no model in training starts without what asks parameter servers.
+        from jgraph.serving.live.live_version import read_live
+
         live, limits = read_live(
             path, manifest, self._cluster, self._cache, self._threads, options.limits
         )
