@@ -65,6 +65,7 @@ POINTS: Final = (
     "member.serves",
     "program.received",
     "rescale.prepared",
+    "rescale.ahead",
     "rescale.rested",
     "rescale.copied",
     "rescale.moved",

@@ -75,6 +75,7 @@ METHODS: Final[Mapping[str, Method]] = {
     "KeepRecords": Method(_BOTH, "keep_records"),
     "TakeRecords": Method(_BOTH, "take_records"),
     "EndRecords": Method(_BOTH, "end_records"),
+    "CopyAhead": Method(_TASK, "copy_ahead"),
     "DrainHold": Method(_BOTH, "empty"),  # a master, for a run whose client is gone
     "Shutdown": Method(_CLIENT, "shutdown"),
     # What a client asks of its master.

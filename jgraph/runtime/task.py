@@ -17,7 +17,12 @@ from jgraph.errors import (
 )
 from jgraph.graph.ir import TaskName
 from jgraph.graph.sizes import Sizes
-from jgraph.plan.program.nodes import AggregateNode, SegmentNode, ValueType
+from jgraph.plan.program.nodes import (
+    AggregateNode,
+    ContributeNode,
+    SegmentNode,
+    ValueType,
+)
 from jgraph.plan.program.program import Program
 from jgraph.runtime.at_once import SHORT_S, AtOnce, is_plain
 from jgraph.runtime.compiled.compile_cache import CompileCache
@@ -499,8 +504,17 @@ class TaskRuntime:
 
     def _check_variables(self, program: Program) -> None:
         stored = {(row.container, row.name): row.type for row in self.store.table()}
-        for variable in program.partition(self.task).variables:
-            if variable.table is not None:
+        partition = program.partition(self.task)
+        nodes = partition.nodes
+        # The mean of what is given lies here under the same name, perhaps of more rows.
+        contributions = {
+            v
+            for node in nodes
+            if isinstance(node, ContributeNode)
+            for v in node.variables
+        }
+        for number, variable in enumerate(partition.variables):
+            if variable.table is not None or number in contributions:
                 continue  # of which the store says how many rows it has
             kind = stored.get((variable.container, variable.name), variable.type)
             if kind != variable.type:

@@ -1,7 +1,9 @@
 """Parameter servers join a run and leave it; tasks are killed while variables move."""
 
+import random
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +26,8 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(180)]
 
 ELASTIC = Elastic(ps=(1, 3))
 AT: Final = [point for point in POINTS if point.startswith("rescale.")]
+RESCALES: Final = 25
+"""In a night, for each strategy; the simulation makes thousands."""
 QUICK: Final = "rescale.moved"
 
 
@@ -62,6 +66,20 @@ def lies_on(cluster: LocalCluster, ps: int) -> Callable[[], bool]:
     return found
 
 
+def is_past(clock: SystemClock, moment_s: float) -> bool:
+    """Whether a moment is over."""
+    return clock.now() > moment_s
+
+
+def reached(cluster: LocalCluster, ps: int) -> bool:
+    """Whether a cluster has so many ps, on which a run lies; asks for them again."""
+    with suppress(JGError):
+        if lies_on(cluster, ps)() and len(cluster.renewed_tasks("ps")) == ps:
+            return True
+        cluster.scale(ps=ps, timeout_s=20)
+    return False
+
+
 def checked(there: Any, run: Run, *, together: bool, lost: int = 0) -> None:
     """Stops a run, and checks that each batch was counted as it should be."""
     run.stop()
@@ -89,6 +107,38 @@ def test_parameter_servers_join_a_run_and_leave_it_and_no_update_is_lost(
     assert len(cluster.tasks("ps")) == 2
     checked(there, run, together=strategy is SyncPS)
     assert run.repeated() == 0
+    there.close()
+
+
+@pytest.mark.row(45, 46)
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", [AsyncPS, SyncPS])
+def test_many_rescales_while_tasks_are_killed_lose_and_double_no_update(
+    fault: Fault, strategy: Any
+) -> None:
+    """Workers, of which one is the master, and ps that join are killed at any time."""
+    chance, kills, rescales = random.Random(strategy.__name__), 0, 0
+    clock = SystemClock()
+    cluster = fault.cluster(ps=1, workers=3, elastic=True, restarts=50)
+    there, run = begun(cluster, strategy(elastic=ELASTIC))
+    while rescales < RESCALES:
+        now = len(cluster.tasks("ps"))
+        ps = chance.choice([n for n in (1, 2, 3) if n != now])
+        with suppress(JGError):  # the master was asked, and is gone
+            cluster.scale(ps=ps, wait=False)
+        if chance.random() < 0.5:
+            moment_s = clock.now() + chance.uniform(0.0, 1.5)
+            wait_until(partial(is_past, clock, moment_s))
+            cluster.kill(f"/job:worker/task:{chance.randrange(3)}")
+            kills += 1
+        wait_until(partial(reached, cluster, ps), 120)
+        goes_on(run, 5)
+        rescales += 1
+    assert run.recoveries() == []
+    together = strategy is SyncPS
+    checked(there, run, together=together, lost=0 if together else kills)
+    fault.names += ["was lost"]
     there.close()
 
 

@@ -31,6 +31,10 @@ TAKEN_BACK: Final = (
     "test_heir_takes_a_run_back_that_its_master_was_lost_before_it_could"
 )
 MEMBERS: Final = "tests/simulation/test_members.py::"
+RESCALED: Final = (
+    "tests/simulation/test_rescales.py::"
+    "test_no_update_is_lost_or_doubled_whoever_dies_while_variables_move"
+)
 PS_CORE: Final = "tests/server/test_ps_core.py::TestPsCore"
 TRANSCRIPT: Final = (
     "tests/coordination/test_transcripts.py::test_a_machine_does_as_its_transcript_says"
@@ -336,6 +340,39 @@ BUGS: Final = {
         "tests/faults/test_rows_rescale.py::"
         "test_a_master_that_dies_while_variables_move_costs_no_update"
         "[SyncPS-rescale.moved]",
+    ),
+    "rows that are written after they were copied are not copied again": Bug(
+        "runtime/store/entry.py",
+        "        self.rows[ids] = True\n        self.version += 1\n",
+        "        self.version += 1\n",
+        "tests/runtime/store/test_ahead.py::"
+        "test_a_row_is_copied_again_if_it_is_written_after_its_part_was",
+    ),
+    "what was written whole since is taken for copied": Bug(
+        "runtime/store/entry.py",
+        "return self.marks is not None and self.marks.version == self.version",
+        "return self.marks is not None",
+        "tests/runtime/store/test_ahead.py::"
+        "test_a_variable_that_is_written_whole_meanwhile_is_copied_whole",
+    ),
+    "a rescale is journalled nowhere": Bug(
+        "server/runs/rescaling/rescaler.py",
+        "        self._record.rescale(switch, self._losses.holders)\n",
+        "",
+        RESCALED,
+    ),
+    "variables that have moved stay where they were, too": Bug(
+        "server/runs/rescaling/rescaler.py",
+        "        await self._mover.forget((one.src, one.names) "
+        "for one in attempt.transfers)\n",
+        "",
+        RESCALED,
+    ),
+    "a ps that has joined has no gate": Bug(
+        "server/runs/rescaling/rescaler.py",
+        "            await self._open_gates(ps)\n",
+        "",
+        RESCALED,
     ),
     "a master that was replaced takes its run back": Bug(
         "server/runs/rollback.py",

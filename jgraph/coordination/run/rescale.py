@@ -1,6 +1,6 @@
 """Rescale of a run: its variables move to more parameter servers, or to fewer.
 
-    steady --Wanted--> preparing: Prepare, while training goes on
+    steady --Wanted--> preparing: Prepare, and copy rows, while training goes on
     preparing --Prepared--> fencing: Fence, so that all loops end in order
     fencing --Rested--> moving: Move, copies beside what is there
     moving --Moved--> switching: Switch, which is journalled: the point of no return
@@ -12,7 +12,7 @@ number of its ps, always the first ones of the cluster.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias, final
 
@@ -21,6 +21,9 @@ from jgraph.errors import JGError
 AGAIN_S: Final = 5.0
 """Until a rescale that could not be is tried again; then twice as long each time."""
 MOST_AGAIN_S: Final = 300.0
+LEAST_BYTES: Final = 4 << 20
+"""So many bytes are copied under the fence in a few milliseconds."""
+MOST_ROUNDS: Final = 6
 
 
 @final
@@ -34,13 +37,13 @@ class Wanted:
 @final
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """All tasks have the programs for so many ps, compiled."""
+    """All tasks have the programs for so many ps, and most rows are copied."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class NotPrepared:
-    """A task could not be given them."""
+    """A task could not be given them, or rows could not be copied."""
 
     error: JGError
 
@@ -179,6 +182,22 @@ def wanted_ps(
     count = next(n for n in itertools.count() if not stays.get(n, False))
     bounded = min(max(count, least), most)
     return bounded, bounded == min(count, most)
+
+
+def goes_on(remainders: Sequence[int]) -> bool:
+    """Whether another round of copying makes what is left for the fence much smaller.
+
+    Args:
+      remainders: bytes that had changed by the end of each round so far.
+
+    Example:
+      >>> goes_on([100 << 20]), goes_on([100 << 20, 90 << 20]), goes_on([1 << 20])
+      (True, False, False)
+    """
+    is_small = remainders[-1] <= LEAST_BYTES or len(remainders) >= MOST_ROUNDS
+    if is_small or len(remainders) == 1:
+        return not is_small
+    return remainders[-1] < remainders[-2] / 2
 
 
 @final

@@ -34,8 +34,23 @@ class NodeRan:
     node: int
 
 
-What: TypeAlias = str | HashSpec | NodeRan
-"""A variable has a value, by its name; a hash table has rows; a node changed state."""
+@final
+@dataclass(frozen=True, slots=True)
+class RowsAre:
+    """Rows of a variable have values: ids (int32[m]) and rows, in this order.
+
+    Attributes:
+      name: of the variable.
+      rows: how many it has.
+    """
+
+    name: str
+    rows: int
+
+
+What: TypeAlias = str | RowsAre | HashSpec | NodeRan
+"""A variable has a value, by its name, or some of its rows have; a hash table has rows;
+a node changed state."""
 
 
 @final

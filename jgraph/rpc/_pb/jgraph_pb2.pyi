@@ -164,6 +164,7 @@ class Frame(_message.Message):
     TAKE_RECORDS_FIELD_NUMBER: _builtins.int
     END_RECORDS_FIELD_NUMBER: _builtins.int
     MOVE_VARIABLES_FIELD_NUMBER: _builtins.int
+    COPY_AHEAD_FIELD_NUMBER: _builtins.int
     GATE_EVENT_FIELD_NUMBER: _builtins.int
     OPEN_GATE_FIELD_NUMBER: _builtins.int
     GATE_QUERY_FIELD_NUMBER: _builtins.int
@@ -279,6 +280,8 @@ class Frame(_message.Message):
     @_builtins.property
     def move_variables(self) -> Global___MoveVariables: ...
     @_builtins.property
+    def copy_ahead(self) -> Global___CopyAhead: ...
+    @_builtins.property
     def gate_event(self) -> Global___GateEvent: ...
     @_builtins.property
     def open_gate(self) -> Global___OpenGate: ...
@@ -381,6 +384,7 @@ class Frame(_message.Message):
         take_records: Global___TakeRecords | None = ...,
         end_records: Global___EndRecords | None = ...,
         move_variables: Global___MoveVariables | None = ...,
+        copy_ahead: Global___CopyAhead | None = ...,
         gate_event: Global___GateEvent | None = ...,
         open_gate: Global___OpenGate | None = ...,
         gate_query: Global___GateQuery | None = ...,
@@ -412,11 +416,11 @@ class Frame(_message.Message):
         sum_message: Global___SumMessage | None = ...,
         sum_answer: Global___SumAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "feed_data", b"feed_data", "flight", b"flight", "flight_query", b"flight_query", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "join_reply", b"join_reply", "join_request", b"join_request", "keep_records", b"keep_records", "leave_request", b"leave_request", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "members", b"members", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "profile_files", b"profile_files", "profile_query", b"profile_query", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "sum_answer", b"sum_answer", "sum_message", b"sum_message", "take_records", b"take_records", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "copy_ahead", b"copy_ahead", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "feed_data", b"feed_data", "flight", b"flight", "flight_query", b"flight_query", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "join_reply", b"join_reply", "join_request", b"join_request", "keep_records", b"keep_records", "leave_request", b"leave_request", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "members", b"members", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "profile_files", b"profile_files", "profile_query", b"profile_query", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "sum_answer", b"sum_answer", "sum_message", b"sum_message", "take_records", b"take_records", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "every_reply", b"every_reply", "feed_data", b"feed_data", "flight", b"flight", "flight_query", b"flight_query", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "join_reply", b"join_reply", "join_request", b"join_request", "keep_records", b"keep_records", "leave_request", b"leave_request", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "members", b"members", "method", b"method", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "profile_files", b"profile_files", "profile_query", b"profile_query", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "sum_answer", b"sum_answer", "sum_message", b"sum_message", "take_records", b"take_records", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "copy_ahead", b"copy_ahead", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "every_reply", b"every_reply", "feed_data", b"feed_data", "flight", b"flight", "flight_query", b"flight_query", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "join_reply", b"join_reply", "join_request", b"join_request", "keep_records", b"keep_records", "leave_request", b"leave_request", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "members", b"members", "method", b"method", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "profile_files", b"profile_files", "profile_query", b"profile_query", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "sum_answer", b"sum_answer", "sum_message", b"sum_message", "take_records", b"take_records", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "record", "records_kept", "keep_records", "take_records", "end_records", "move_variables", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table", "send_data", "feed_data", "wanted_data", "run_answer", "members", "join_request", "join_reply", "leave_request", "flight_query", "flight", "profile_query", "profile_files", "sum_message", "sum_answer"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "record", "records_kept", "keep_records", "take_records", "end_records", "move_variables", "copy_ahead", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table", "send_data", "feed_data", "wanted_data", "run_answer", "members", "join_request", "join_reply", "leave_request", "flight_query", "flight", "profile_query", "profile_files", "sum_message", "sum_answer"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -933,6 +937,7 @@ class Record(_message.Message):
     VARIABLE_FIELD_NUMBER: _builtins.int
     TABLE_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """also the container in which the receiver makes the same state"""
@@ -947,6 +952,10 @@ class Record(_message.Message):
     def table(self) -> Global___HashSpec: ...
     @_builtins.property
     def node(self) -> Global___NodeRan: ...
+    @_builtins.property
+    def rows(self) -> Global___RowsAre:
+        """tensors are ids, int32, and the rows"""
+
     def __init__(
         self,
         *,
@@ -955,17 +964,41 @@ class Record(_message.Message):
         variable: _builtins.str = ...,
         table: Global___HashSpec | None = ...,
         node: Global___NodeRan | None = ...,
+        rows: Global___RowsAre | None = ...,
         version: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "table", b"table", "variable", b"variable", "what", b"what"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "rows", b"rows", "table", b"table", "variable", b"variable", "what", b"what"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "number", b"number", "stream", b"stream", "table", b"table", "variable", b"variable", "version", b"version", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "number", b"number", "rows", b"rows", "stream", b"stream", "table", b"table", "variable", b"variable", "version", b"version", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["variable", "table", "node"]  # noqa: Y015
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["variable", "table", "node", "rows"]  # noqa: Y015
     _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
 
 Global___Record: _TypeAlias = Record  # noqa: Y015
+
+@_typing.final
+class RowsAre(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VARIABLE_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    variable: _builtins.str
+    rows: _builtins.int
+    """that it has"""
+    def __init__(
+        self,
+        *,
+        variable: _builtins.str = ...,
+        rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "variable", b"variable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowsAre: _TypeAlias = RowsAre  # noqa: Y015
 
 @_typing.final
 class NodeRan(_message.Message):
@@ -3375,7 +3408,6 @@ class KeepRecords(_message.Message):
     BACKUP_FIELD_NUMBER: _builtins.int
     UPDATES_FIELD_NUMBER: _builtins.int
     UNDOES_FIELD_NUMBER: _builtins.int
-    NAMES_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     container: _builtins.str
     """of the variables"""
@@ -3391,10 +3423,6 @@ class KeepRecords(_message.Message):
     def programs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """what records call each of `handles`"""
 
-    @_builtins.property
-    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """no others of the container; none: all"""
-
     def __init__(
         self,
         *,
@@ -3405,11 +3433,10 @@ class KeepRecords(_message.Message):
         backup: _builtins.str = ...,
         updates: _builtins.bool = ...,
         undoes: _builtins.bool = ...,
-        names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "container", b"container", "handles", b"handles", "names", b"names", "programs", b"programs", "stream", b"stream", "undoes", b"undoes", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "container", b"container", "handles", b"handles", "programs", b"programs", "stream", b"stream", "undoes", b"undoes", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3490,6 +3517,62 @@ class EndRecords(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___EndRecords: _TypeAlias = EndRecords  # noqa: Y015
+
+@_typing.final
+class CopyAhead(_message.Message):
+    """"CopyAhead" -> CopyAhead with `sent`, `left` and `number`: at first note which rows of
+    variables change; then send `backup` records of those that differ from what it has, a part
+    at a time while steps go on, or, as none does, all and the variables that are written whole.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: _builtins.int
+    CONTAINER_FIELD_NUMBER: _builtins.int
+    BACKUP_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    BEGINS_FIELD_NUMBER: _builtins.int
+    ENDS_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    stream: _builtins.str
+    """see KeepRecords"""
+    container: _builtins.str
+    """of the variables"""
+    backup: _builtins.str
+    """a task"""
+    begins: _builtins.bool
+    ends: _builtins.bool
+    """nothing changes any more"""
+    sent: _builtins.int
+    """bytes"""
+    left: _builtins.int
+    """bytes of rows that have changed meanwhile"""
+    number: _builtins.int
+    """of the last record"""
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        stream: _builtins.str = ...,
+        container: _builtins.str = ...,
+        backup: _builtins.str = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+        begins: _builtins.bool = ...,
+        ends: _builtins.bool = ...,
+        sent: _builtins.int = ...,
+        left: _builtins.int = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "begins", b"begins", "container", b"container", "ends", b"ends", "left", b"left", "names", b"names", "number", b"number", "sent", b"sent", "stream", b"stream"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyAhead: _TypeAlias = CopyAhead  # noqa: Y015
 
 @_typing.final
 class MoveVariables(_message.Message):

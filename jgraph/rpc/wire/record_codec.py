@@ -1,8 +1,10 @@
 """Codec of change-log records: to frames, and back."""
 
+import numpy as np
+
 from jgraph.errors import MalformedMessageError
 from jgraph.graph.rows.hash_spec import HashSpec
-from jgraph.plan.program.replay import NodeRan, Record, What
+from jgraph.plan.program.replay import NodeRan, Record, RowsAre, What
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
@@ -22,6 +24,8 @@ def record_to(stream: str, record: Record) -> Frame:
     match record.what:
         case str(name):
             body.variable = name
+        case RowsAre(name, rows):
+            body.rows.CopyFrom(pb.RowsAre(variable=name, rows=rows))
         case HashSpec() as spec:
             body.table.CopyFrom(table_to(spec))
         case NodeRan(program, node):
@@ -43,6 +47,8 @@ def record_from(received: Frame) -> Record:
     match body.WhichOneof("what"):
         case "variable" if len(received.tensors) == 1:
             what = str(body.variable)
+        case "rows" if _are_rows(received):
+            what = RowsAre(str(body.rows.variable), int(body.rows.rows))
         case "table":
             what = table_from(body.table)
         case "node":
@@ -53,3 +59,11 @@ def record_from(received: Frame) -> Record:
                 "arrays"
             )
     return Record(body.number, what, received.tensors, body.version)
+
+
+def _are_rows(received: Frame) -> bool:
+    """Whether a frame has ids, and a row for each of them."""
+    if len(received.tensors) != 2:
+        return False
+    ids, rows = received.tensors
+    return ids.dtype == np.int32 and ids.ndim == 1 and rows.shape[:1] == ids.shape

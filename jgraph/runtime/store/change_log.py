@@ -85,6 +85,11 @@ class Recorder:
         return number
 
     @property
+    def number(self) -> int:
+        """Of the last record."""
+        return self._updates.count
+
+    @property
     def is_torn(self) -> bool:
         """Whether a part of an update has been made, and another has not."""
         return self._progress.is_torn

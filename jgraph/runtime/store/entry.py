@@ -51,10 +51,32 @@ class RowsOf:
 
 
 @final
+class RowMarks:
+    """Which rows of a variable were written since they were copied.
+
+    Args:
+      rows: how many the variable has; all are to be copied.
+      version: of the variable; it grows by one with each writing of rows.
+    """
+
+    __slots__ = ("rows", "version")
+
+    def __init__(self, rows: int, version: int) -> None:
+        self.rows = np.ones(rows, bool)
+        self.version = version
+
+    def wrote(self, ids: np.ndarray[Any, Any]) -> None:
+        """Takes note of rows that are written."""
+        self.rows[ids] = True
+        self.version += 1
+
+
+@final
 class Entry:
     """The value of one variable; whoever uses it holds its lock.
 
     Attributes:
+      marks: of rows that are written, while the variable is copied; see ``AheadCopy``.
       slab: where the value lies beside those of others; None: it lies alone.
       place: in the slab.
     """
@@ -64,6 +86,7 @@ class Entry:
         "device",
         "layout",
         "lock",
+        "marks",
         "place",
         "slab",
         "table",
@@ -86,6 +109,12 @@ class Entry:
         self.views: list[weakref.ref[Any]] = []
         self.slab: Slab | None = None
         self.place = 0
+        self.marks: RowMarks | None = None
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether only marked rows were written since the marks were made."""
+        return self.marks is not None and self.marks.version == self.version
 
     @property
     def value(self) -> jax.Array:
@@ -187,6 +216,8 @@ class Entry:
     def changed(self, ids: np.ndarray[Any, Any]) -> None:
         """Ends an update of these rows."""
         self.version += 1
+        if self.marks is not None:
+            self.marks.wrote(ids)
 
     def rows(self, *, write: bool) -> Table:
         """Returns the table of the rows; to write, nobody else sees them change."""

@@ -392,11 +392,43 @@ class VariableStore:
         with self._lock:
             return list(self._tables)
 
+    def put_rows(
+        self,
+        variable: StoredVariable,
+        ids: np.ndarray[Any, Any],
+        rows: np.ndarray[Any, Any],
+    ) -> None:
+        """Replaces rows of a variable; one that is absent is made, with any others.
+
+        Args:
+          variable: which.
+          ids: int32[m], the rows, each once.
+          rows: their values.
+
+        Raises:
+          VariableMismatchError: the stored variable has another shape or dtype.
+          MalformedMessageError: the variable has no such row.
+        """
+        with self._lock:
+            self._check_type(variable)
+            entry = self._entries.get(_key(variable))
+            if entry is None:
+                value = _as_jax(variable, aligned_empty(variable.type), owned=True)
+                entry = self._entries[_key(variable)] = Entry(value)
+        with held([entry]):
+            entry.rows(write=True).update(ids, rows)
+            entry.changed(ids)
+
+    def entries(self, container: str, names: Collection[str]) -> dict[str, Entry]:
+        """Returns those of these variables that there are, by name."""
+        with self._lock:
+            keys = ((container, name) for name in names)
+            return {k[1]: self._entries[k] for k in keys if k in self._entries}
+
     def whole(
         self,
         container: str,
         tell: Callable[[str | HashSpec, Arrays], object],
-        names: Collection[str] = (),
     ) -> None:
         """Tells of all that a container holds, at one moment.
 
@@ -407,18 +439,13 @@ class VariableStore:
           container: of the variables.
           tell: called with the name and the value of a variable, or with a hash table
             and its rows; see ``HashShard.state``.
-          names: of these variables alone; none: of all, and of the hash tables.
         """
         with self._lock:
-            found = {
-                n: e
-                for (c, n), e in self._entries.items()
-                if c == container and (not names or n in names)
-            }
+            found = {n: e for (c, n), e in self._entries.items() if c == container}
             tables = [
                 self._tables.entry(container, shard.spec.columns[0].name, shard.spec)
                 for owner, shard in self._tables
-                if owner == container and not names
+                if owner == container
             ]
         with held([*found.values(), *tables]):
             for name, entry in found.items():

@@ -14,7 +14,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.graph.rows.hash_spec import HashSpec
 from jgraph.plan.program.nodes import ValueType
 from jgraph.plan.program.program import StoredVariable
-from jgraph.plan.program.replay import NodeRan, Record, changing
+from jgraph.plan.program.replay import NodeRan, Record, RowsAre, changing
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.record_codec import record_from
 from jgraph.runtime.compute_errors import as_error
@@ -100,6 +100,11 @@ class ChangeApplier:
                 type_ = ValueType(value.shape, value.dtype.name)
                 variable = StoredVariable(name, type_, self._container)
                 self._store.write([variable], [value])
+            case RowsAre(name, count):
+                ids, rows = record.arrays
+                type_ = ValueType((count, *rows.shape[1:]), rows.dtype.name)
+                variable = StoredVariable(name, type_, self._container)
+                self._store.put_rows(variable, ids, rows)
             case HashSpec() as spec:
                 entry = self._store.hash_table(self._container, spec)
                 with entry.lock:

@@ -18,6 +18,7 @@ from jgraph.rpc.status import from_status, to_status
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.record_codec import record_to
 from jgraph.runtime.rendezvous import StepKey
+from jgraph.runtime.store.ahead import AheadCopy
 from jgraph.runtime.store.change_log import Recorder, Recording
 from jgraph.runtime.task import TaskRuntime
 from jgraph.server.replication.follower import ChangeApplier, Follower
@@ -29,6 +30,8 @@ from jgraph.server.task_context import TaskContext
 _LOG = logging.getLogger("jgraph.server")
 RECORDS_DIR: Final = "JGRAPH_RECORDS_DIR"
 _OWN: Final = "jgraph-records"
+_REST: Final = 1.0
+"""After a part is copied ahead nothing is for so many times as long as it took."""
 _BASE: StepKey = ("", 0)
 """Stands for all that was there when a stream began; no program has such a handle."""
 
@@ -36,11 +39,15 @@ _BASE: StepKey = ("", 0)
 @final
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A stream that begins here: at its ``backup``, or in the ``log``, it is kept."""
+    """A stream that begins here: at its ``backup``, or in the ``log``, it is kept.
+
+    ``ahead``: it is of variables that are copied while they are used.
+    """
 
     recorder: Recorder
     backup: TaskName
     log: WalThread | None
+    ahead: AheadCopy | None = None
 
 
 @final
@@ -58,6 +65,7 @@ class ChangeStreams:
     ) -> None:
         self._transport = context.transport
         self._check_place = context.check_place
+        self._clock = context.clock
         self._runtime = runtime
         self._shell = shell
         # A directory of our own: files that are not needed any more are deleted there.
@@ -70,6 +78,7 @@ class ChangeStreams:
             "KeepRecords": self._keep,
             "TakeRecords": self._take,
             "EndRecords": self._end,
+            "CopyAhead": self._copy_ahead,
         }
 
     # ------------------------------------------------------------ of this task
@@ -79,8 +88,7 @@ class ChangeStreams:
         order = body_of(request)
         if order.stream not in self._sources:
             source = self._sources[order.stream] = self._source(order)
-            names = frozenset(order.names)
-            await self._shell.run(partial(self._begin, source, order.container, names))
+            await self._shell.run(partial(self._begin, source, order.container))
             await self._all_kept(source.recorder)
         recorder = self._sources[order.stream].recorder
         for handle, program in zip(order.handles, order.programs, strict=False):
@@ -112,12 +120,12 @@ class ChangeStreams:
             )
         return self._directory
 
-    def _begin(self, source: _Source, container: str, names: Collection[str]) -> None:
+    def _begin(self, source: _Source, container: str) -> None:
         if source.log is not None:
             source.log.start()
         else:
             tell = partial(source.recorder.put, step=_BASE)
-            self._runtime.store.whole(container, tell, names)
+            self._runtime.store.whole(container, tell)
 
     async def _all_kept(self, recorder: Recorder) -> None:
         done: asyncio.Future[None] = self._loop.create_future()
@@ -132,6 +140,47 @@ class ChangeStreams:
 
         recorder.when_kept(_BASE, answer)
         await done
+
+    async def _copy_ahead(self, request: Frame) -> AsyncIterator[Frame]:
+        """Answers when what is to be sent now is kept."""
+        order, sent = body_of(request), 0
+        if order.begins:
+            self.drop([order.stream])
+            names = list(order.names)
+            ahead = await self._shell.run(
+                partial(AheadCopy, self._runtime.store, order.container, names)
+            )
+            recorder = Recorder(partial(self._wake, order.stream))
+            backup = TaskName(order.backup)
+            self._sources[order.stream] = _Source(recorder, backup, None, ahead)
+        source = self._sources.get(order.stream)
+        if source is None or source.ahead is None:
+            raise self._no_copy(order.stream)
+        if order.ends:
+            sent = await self._shell.run(partial(_put_rest, source.ahead, source))
+            await self._all_kept(source.recorder)
+        elif not order.begins:
+            sent = await self._round(source.ahead, source.recorder)
+        copied = pb.CopyAhead(
+            stream=order.stream,
+            sent=sent,
+            left=source.ahead.remainder,
+            number=source.recorder.number,
+        )
+        yield frame(copy_ahead=copied)
+
+    async def _round(self, ahead: AheadCopy, recorder: Recorder) -> int:
+        """Sends rows that have changed, so slowly that steps have most of the time."""
+        parts, sent, clock = ahead.parts(), 0, self._clock
+        while True:
+            began = clock.now()
+            part = await self._shell.run(lambda: next(parts, None))
+            if part is None:
+                return sent
+            recorder.put(part.what, part.arrays, _BASE)
+            await self._all_kept(recorder)
+            sent += part.nbytes
+            await asyncio.sleep(_REST * (clock.now() - began))
 
     def _wake(self, stream: str) -> None:
         self._loop.call_soon_threadsafe(self._send, stream)
@@ -242,6 +291,8 @@ class ChangeStreams:
         for stream in [s for s in self._sources if not streams or s in streams]:
             source = self._sources.pop(stream)
             source.recorder.fail(error)
+            if source.ahead is not None:
+                source.ahead.close()
             if source.log is not None:
                 source.log.end(remove=True)
         for stream in [s for s in self._copies if not streams or s in streams]:
@@ -255,3 +306,12 @@ class ChangeStreams:
         for source in self._sources.values():
             if source.log is not None:
                 source.log.end(remove=False)
+
+
+def _put_rest(ahead: AheadCopy, source: _Source) -> int:
+    """Records all that is not copied yet; returns its bytes."""
+    sent = 0
+    for part in ahead.rest():
+        source.recorder.put(part.what, part.arrays, _BASE)
+        sent += part.nbytes
+    return sent

@@ -197,7 +197,7 @@ class Rollback:
         """
         await self._check_master()
         owners = [part.task for part in parts]
-        await self.stand_ins.copy_back(parts, name)
+        await self.stand_ins.copy_back(parts)
         old = [loop.handle for loop in loops]
         give = self.workers.give
         new = [await give(handle, name, self.workers.ps, owners) for handle in old]

@@ -53,6 +53,8 @@ class MovingProcess(RunProcess):
       first: for how many ps the first programs are cut.
       cuts: the same for each other program.
       streams: who gives what this one takes.
+      sent: what it has sent of each variable, by stream.
+      numbers: how many records it has sent, or taken, of each stream.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class MovingProcess(RunProcess):
         self.containers: dict[str, dict[str, Updates]] = {}
         self.cuts: dict[str, int] = {}
         self.streams: dict[str, TaskName] = {}
+        self.sent: dict[str, dict[str, Updates]] = {}
+        self.numbers: dict[str, int] = {}
         self.methods |= {
             "TakeRecords": self.take,
-            "KeepRecords": self.keep,
+            "CopyAhead": self.copy_ahead,
             "EndRecords": self.end_records,
             "MoveVariables": self.move,
             "Reset": self.reset,
@@ -133,29 +137,45 @@ class MovingProcess(RunProcess):
     async def take(self, request: Frame) -> Frame:
         order = body_of(request)
         self.streams[order.stream] = TaskName(order.src)
-        self.containers[order.stream] = {}
+        self.containers[order.stream], self.numbers[order.stream] = {}, 0
         return EMPTY
 
-    async def keep(self, request: Frame) -> Frame:
-        """Sends values to who takes them, one after the other."""
-        order = body_of(request)
-        for name in order.names:
-            there = TaskName(order.backup)
-            await self.world.travel(self, there)
-            process = self.world.at(there)
-            assert isinstance(process, MovingProcess)
-            if process.streams.get(order.stream) != self.task:
-                raise CopyLostError("it takes nothing", task=there)
-            source = self.containers[order.container]
-            if name in source:  # else there is less than there should be
-                process.containers[order.stream][name] = list(source[name])
-        return EMPTY
+    async def copy_ahead(self, request: Frame) -> Frame:
+        """Sends values that differ from those sent, one after the other."""
+        order, sent = body_of(request), 0
+        if order.begins:
+            self.sent[order.stream] = {}
+        if order.stream not in self.sent:
+            raise CopyLostError("it was started again", task=self.task)
+        number = self.numbers.get(order.stream, 0)
+        for name in () if order.begins else order.names:
+            own, known = self.own.get(name), self.sent[order.stream].get(name)
+            if own is not None and own != known:
+                await self.send(order, name, list(own))
+                self.sent[order.stream][name] = list(own)
+                number, sent = number + 1, sent + SIZES[name]
+            if not order.ends:
+                await asyncio.sleep(self.world.chance.uniform(0.0, 0.2))
+        self.numbers[order.stream] = number
+        copied = pb.CopyAhead(stream=order.stream, sent=sent, number=number)
+        return frame(copy_ahead=copied)
+
+    async def send(self, order: pb.CopyAhead, name: str, value: Updates) -> None:
+        """Sends the value of a variable to who takes it."""
+        there = TaskName(order.backup)
+        await self.world.travel(self, there)
+        process = self.world.at(there)
+        assert isinstance(process, MovingProcess)
+        if process.streams.get(order.stream) != self.task:
+            raise CopyLostError("it takes nothing", task=there)
+        process.containers[order.stream][name] = value
+        process.numbers[order.stream] += 1
 
     async def end_records(self, request: Frame) -> Frame:
         order = body_of(request)
         if order.stream not in self.streams:
             raise CopyLostError("it keeps no copy", task=self.task)
-        number = len(self.containers[order.stream])
+        number = self.numbers[order.stream]
         ended = pb.EndRecords(stream=order.stream, number=number)
         return frame(end_records=ended)
 
@@ -169,7 +189,8 @@ class MovingProcess(RunProcess):
     async def reset(self, request: Frame) -> Frame:
         order = body_of(request)
         for container in order.containers:
-            self.streams.pop(container, None)
+            for known in (self.streams, self.sent, self.numbers):
+                known.pop(container, None)
             if not order.names:
                 self.containers.pop(container, None)
             for name in order.names:

@@ -14,6 +14,7 @@ import jgraph as jg
 from jgraph.client.cluster import Cluster, connect
 from jgraph.errors import ConfigError, RescaleError
 from jgraph.graph.device import TaskName
+from jgraph.runtime.store.ahead import AheadCopy, Part
 from jgraph.server.members.joining import join_cluster
 from jgraph.server.server import Server
 from jgraph.train.strategies.strategies import Strategy
@@ -137,6 +138,63 @@ def test_synchronous_training_that_is_rescaled_is_that_of_plain_jax(
         strict=True,
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    there.close()
+    rescaled.stop()
+
+
+class Table(nnx.Module):
+    """A table in several pieces of 1 MB, of which a batch uses some rows."""
+
+    def __init__(self) -> None:
+        self.rows = nnx.Embed(1 << 15, 64, rngs=nnx.Rngs(0))
+
+    def __call__(self, ids: Any) -> Any:
+        return self.rows(ids).mean(1)
+
+
+TABLE_BYTES = (1 << 15) * 64 * 4
+
+
+@pytest.mark.row(45)
+def test_rows_are_copied_while_training_goes_on_and_those_written_since_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests, rest = list[int](), AheadCopy.rest
+
+    def counted(self: AheadCopy) -> Iterator[Part]:
+        parts = list(rest(self))
+        rests.append(sum(part.nbytes for part in parts))
+        yield from parts
+
+    monkeypatch.setattr(AheadCopy, "rest", counted)
+    ids = np.random.default_rng(1).integers(0, 1 << 15, (32, 16), np.int32)
+    there = Trainer(
+        Table(),
+        lambda model, batch: ((model(batch) - 1.0) ** 2).mean(),
+        optax.sgd(1.0),
+        cluster=cluster,
+        strategy=jg.SyncPS(elastic=jg.Elastic(workers=(1, 2), ps=(1, 2))),
+        sparse="lazy",
+    )
+    run = begun(cluster, there, ids, 16)
+    rescaled = Rescaled(cluster, run)
+    for ps in (2, 1):
+        rescaled.to(ps)
+    rescaled.end()
+    assert len(rests) == 2
+    assert max(rests) < TABLE_BYTES / 8
+    assert all(TABLE_BYTES / 3 < r.nbytes < TABLE_BYTES * 2 / 3 for r in run.rescales())
+    rows = jnp.asarray(Table().rows.embedding[...])
+
+    @jax.jit
+    def step(rows: Any) -> Any:
+        grads = jax.grad(lambda r: ((r[ids].mean(1) - 1.0) ** 2).mean())(rows)
+        return rows - grads
+
+    for _ in range(run.steps):
+        rows = step(rows)
+    ours = jax.tree.leaves(nnx.state(run.model()))[0]
+    np.testing.assert_allclose(ours, rows, rtol=1e-4, atol=1e-5)
     there.close()
     rescaled.stop()
 

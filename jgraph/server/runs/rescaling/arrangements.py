@@ -21,12 +21,14 @@ class Transfer:
       dst: who gets it.
       names: of the variables.
       nbytes: of these.
+      sent_bytes: that were copied so far; more where rows were copied again.
     """
 
     src: TaskName
     dst: TaskName
     names: list[str] = field(default_factory=list)
     nbytes: int = 0
+    sent_bytes: int = 0
 
 
 @final

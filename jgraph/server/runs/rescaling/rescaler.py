@@ -215,6 +215,7 @@ class RunRescaler:
     async def tidy(self) -> None:
         """Makes the ps what the order says, after the master of before was lost."""
         if self.is_elastic:
+            await self._mover.tidy(self._arrangements.most)
             await self._mover.forget(self._arrangements.elsewhere())
             await self._renew()
 
@@ -279,8 +280,11 @@ class RunRescaler:
             if lacks:
                 what = f"{', '.join(lacks)} takes no new work"
                 raise TaskLostError(what, task=lacks[0])
+            await self._mover.begin(attempt.transfers)
             await self._give_programs(attempt)
             failpoint("rescale.prepared")
+            await self._mover.copy_ahead(attempt.transfers)
+            failpoint("rescale.ahead")
         except JGError as error:
             if self._attempt is attempt:
                 self._handle(NotPrepared(_refused(self._order, attempt, error)))
@@ -325,7 +329,7 @@ class RunRescaler:
             )
             await asyncio.gather(*drops)
             await self._give_programs(attempt)
-            await self._mover.copy(attempt.transfers, attempt.name)
+            await self._mover.copy(attempt.transfers)
             await self._open_gates(ps)
             failpoint("rescale.moved")
         except JGError as error:
@@ -354,10 +358,10 @@ class RunRescaler:
             attempt.preparing.cancel()
         for handle in attempt.handles.values():
             await self._ready.drop(handle)
-        if not attempt.has_dropped:
-            return
-        await self._mover.drop(attempt.transfers, attempt.name)
-        await self._renew()
+        copies = attempt.has_dropped
+        await self._mover.drop(attempt.transfers, copies=copies)
+        if copies:
+            await self._renew()
 
     async def _renew(self) -> None:
         """Gives gates and programs for the ps of now again: they may be dropped."""
@@ -393,7 +397,7 @@ class RunRescaler:
             number=self.number,
             before=before,
             ps=attempt.ps,
-            nbytes=sum(one.nbytes for one in attempt.transfers),
+            nbytes=sum(one.sent_bytes for one in attempt.transfers),
             seconds=now - attempt.began_s,
             paused_s=now - attempt.rested_s,
             handles=attempt.handles,
@@ -446,6 +450,7 @@ class RunRescaler:
         leavers = [ps_task(n) for n in self._peers.ps() if n >= attempt.ps]
         # First: what it reads now is there where it looks.
         await self._tell_client(leavers, attempt.ps)
+        await self._mover.drop(attempt.transfers, copies=False)
         await self._mover.forget((one.src, one.names) for one in attempt.transfers)
         await self._mover.forget_all(leavers)
         failpoint("rescale.retired")

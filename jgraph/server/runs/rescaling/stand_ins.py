@@ -108,12 +108,11 @@ class RunStandIns:
             one.CopyFrom(part)
         return found
 
-    async def copy_back(self, parts: Sequence[pb.StandIn], name: str) -> None:
+    async def copy_back(self, parts: Sequence[pb.StandIn]) -> None:
         """Gives owners copies of their parts; these stay where they are, too.
 
         Args:
           parts: of these owners.
-          name: of this time.
 
         Raises:
           JGError: a part could not be copied.
@@ -123,7 +122,7 @@ class RunStandIns:
             for p in parts
             if p.variables
         ]
-        await Mover(self.order, self.peers).copy(transfers, name)
+        await Mover(self.order, self.peers).copy_at_rest(transfers)
         failpoint("stand_in.copied")
 
     def returned(self, owners: Collection[str]) -> None:
