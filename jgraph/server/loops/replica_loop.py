@@ -1,7 +1,7 @@
 """Replica loop on a worker: takes batches, drives steps, streams reports."""
 
 import asyncio
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, final
@@ -41,7 +41,7 @@ from jgraph.runtime.compute_errors import as_error
 from jgraph.runtime.executor import StepTimes
 from jgraph.server.loops.data_feed import DataFeed, NumberedBatch
 from jgraph.server.loops.halt_timer import HaltTimer
-from jgraph.server.loops.reports import LoopReports
+from jgraph.server.loops.reports import LoopReports, LoopTimes
 from jgraph.server.loops.sum_part import SumPart
 from jgraph.server.steps.driver import Fetches, StepDriver
 
@@ -118,9 +118,7 @@ class LoopRun:
         self._turn_used = False
         self.record = LoopReports(clock)
         self._halts = HaltTimer(order.loop, self.go_on)
-        # Where the time goes: seconds by part since the last report.
-        self._computed_at = clock.now()
-        self._times: dict[str, float] = defaultdict(float)
+        self._times = LoopTimes(clock.now())
         self._numbers = {
             name: np.asarray(value, np.int32)
             for name, value in [(order.replica_feed, order.replica)]
@@ -268,21 +266,15 @@ class LoopRun:
     def _computed(
         self, step: int, fed: FedStep, fetches: Fetches, times: StepTimes
     ) -> None:
-        now = self._clock.now()
-        wanted = max(fed.wanted_s, self._computed_at)
-        started = max(fed.started_s, wanted)
-        parts = {
-            "wait": wanted - self._computed_at,
-            "input": started - wanted,
-            **times.parts(),
-        }
-        parts["other"] = now - self._computed_at - sum(parts.values())
-        for name, seconds in parts.items():
-            self._times[name] += seconds
+        parts = self._times.add(
+            self._clock.now(),
+            wanted_s=fed.wanted_s,
+            started_s=fed.started_s,
+            parts=times.parts(),
+        )
         if self._order.pieces:
             self._piece_times.learn(parts["compute"], fed.pieces)
             self._pieces_done += fed.pieces
-        self._computed_at = now
         if self._pace is not None:
             self._pace.took(parts["compute"])
         error = None
@@ -326,13 +318,12 @@ class LoopRun:
         self.record.end(error)
 
     def _report(self, state: str, halted: int = 0, in_flight: int = 0) -> None:
-        times, self._times = self._times, defaultdict(float)
         pieces, self._pieces_done = self._pieces_done, 0
         dropped = {self._order.task: self._refused} if self._refused else {}
         self.record.send(
             pb.LoopReport(
                 state=state,
-                times=times,
+                times=self._times.take(),
                 data_done=self._feed.done,
                 dropped=dropped,
                 done=rows_of(self._feed.take_done()),

@@ -1,8 +1,8 @@
 """Report buffer of a replica loop: gathers steps and streams them as reports."""
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
@@ -16,6 +16,60 @@ from jgraph.server.steps.driver import Fetches
 
 _Row: TypeAlias = tuple[int, float, Fetches]
 _KEPT: Final = 64  # half a minute: longer than it takes to notice that a link is silent
+
+
+@final
+class LoopTimes:
+    """Seconds by part, of all steps that were computed since the last report.
+
+    Args:
+      now_s: when the loop begins.
+
+    Example:
+      >>> times = LoopTimes(10.0)
+      >>> own = times.add(10.5, wanted_s=10.0, started_s=10.1, parts={"compute": 0.25})
+      >>> round(own["other"], 2)
+      0.15
+      >>> sorted(times.take())
+      ['compute', 'input', 'other', 'wait']
+      >>> times.take()
+      {}
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._computed_s = now_s
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def add(
+        self,
+        now_s: float,
+        *,
+        wanted_s: float,
+        started_s: float,
+        parts: Mapping[str, float],
+    ) -> dict[str, float]:
+        """Adds a step; returns its own seconds by part.
+
+        Args:
+          now_s: it is computed.
+          wanted_s: it was to begin.
+          started_s: it had its batch.
+          parts: what it says of itself.
+        """
+        before = self._computed_s
+        wanted = max(wanted_s, before)
+        started = max(started_s, wanted)
+        own = {"wait": wanted - before, "input": started - wanted, **parts}
+        own["other"] = now_s - before - sum(own.values())
+        for name, seconds in own.items():
+            self._seconds[name] += seconds
+        self._computed_s = now_s
+        return own
+
+    def take(self) -> dict[str, float]:
+        """Returns the seconds by part, and begins anew."""
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return dict(seconds)
 
 
 @final
