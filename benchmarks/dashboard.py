@@ -323,13 +323,17 @@ def flight(rounds: int, seconds: float) -> None:
         def switch(state: str) -> None:
             for task in cluster.tasks():
                 os.kill(cluster.pid(task), signals[state])
+            work.run(1, 50)
+
+        for state in ("on", "off"):  # whether that does what it should
+            switch(state)
             began = time.time()
             work.run(1, 50)
             trace = cluster.trace(last=0.5)
-            newest = max((part.over_s for part in trace.parts), default=0.0)
-            is_on = trace.began + newest > began
-            assert is_on is (state == "on"), f"the recorder should be {state}"
-
+            since = began - trace.began
+            count = sum(part.over_s > since for part in trace.parts)
+            assert (count > 50) is (state == "on"), f"{state}, and {count} parts"
+        work.run(1, 500)
         found = pairs_of(work, rounds * 4, steps, switch)
     measure.emit(
         "dashboard", part="flight", pairs=rounds * 4, steps=steps, **compared(found)

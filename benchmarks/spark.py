@@ -5,7 +5,8 @@ One JSON line each; ``--rows`` prints them as rows of a table, in this order.
 - ``ready``: seconds until ``jg.SparkCluster`` serves in a session that has slots, and
   ``jg.LocalCluster`` of as many tasks in turns with it.
 - ``reading``: the share of a step that reading takes: steps per second with
-  ``jg.Source.spark`` beside those with the same examples as arrays, in turns.
+  ``jg.Source.spark`` beside those with the same examples as arrays, in turns: with
+  more of them than a worker keeps decoded, and with fewer.
 - ``executor``: seconds from the kill of an executor until its run goes on, with the
   longer of a worker and a ps on it; exactly-once is counted.
 - ``left``: the longest time until no process is left after the driver is killed, after
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ from tests.support.spark_driver import Facts, facts_of, spark_home, start
 
 UNITS = {"ready": "s", "reading": "of a step", "executor": "s", "left": "s"}
 WIDTH, BATCH = 256, 128
+SIZES = {"": 131_072, "_kept": 16_384}
+"""Rows of 1 KiB: more than a worker keeps of row groups (64 MiB), and less."""
 END_S = 30.0
 
 
@@ -99,22 +103,26 @@ def reading(rounds: int, steps: int) -> dict[str, Any]:
     """See above."""
     from pyspark.sql import functions
 
+    found: dict[str, Any] = {}
     with session("local[3]") as spark:
         numbers = [functions.rand(seed).cast("float") for seed in range(WIDTH)]
-        frame = spark.range(0, 16384, 1, 8).select(functions.array(*numbers).alias("x"))
-        files = jg.Source.spark(frame)
-        arrays = {"x": np.random.default_rng(0).random((16384, WIDTH), np.float32)}
-        with jg.SparkCluster(spark, ps=1, workers=2) as cluster:
-            pairs = [
-                (rate(cluster, files, steps), rate(cluster, arrays, steps))
-                for _ in range(rounds)
-            ]
-    shares = [1 - of_files / of_arrays for of_files, of_arrays in pairs]
-    return {
-        "share": round(statistics.median(shares), 4),
-        **measure.spread("files_steps_per_s", [one for one, _ in pairs]),
-        **measure.spread("arrays_steps_per_s", [one for _, one in pairs]),
-    }
+        for name, rows in SIZES.items():
+            frame = spark.range(0, rows, 1, 8).select(
+                functions.array(*numbers).alias("x")
+            )
+            files = jg.Source.spark(frame)
+            arrays = {"x": np.random.default_rng(0).random((rows, WIDTH), np.float32)}
+            with jg.SparkCluster(spark, ps=1, workers=2) as cluster:
+                ways = {"files": files, "arrays": arrays}
+                turns = {n: partial(rate, cluster, d, steps) for n, d in ways.items()}
+                rate(cluster, files, steps // 4)
+                rates = measure.take_turns(turns, 2 * rounds)
+            pairs = zip(rates["files"], rates["arrays"], strict=True)
+            shares = [1 - of_files / of_arrays for of_files, of_arrays in pairs]
+            found |= measure.interval(f"share{name}", shares)
+            for way in ways:
+                found |= measure.spread(f"{way}{name}_steps_per_s", rates[way])
+    return found
 
 
 def seen(master: str, *scenarios: str) -> Facts:
