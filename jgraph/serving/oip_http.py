@@ -265,7 +265,14 @@ class InferenceRoutes:
 
     def routes(self) -> list[Route]:
         """Returns them."""
-        routes = [
+        paths = (
+            "/v2/models/{model}",
+            "/v2/models/{model}/versions/{version}",
+            "/v2/models/{model}/labels/{label}",
+        )
+        # They are tried in order, and these are asked for most.
+        routes = [_route("POST", f"{path}/infer", self._infer) for path in paths]
+        routes += [
             _route("GET", "/v2", self._server),
             _route("GET", "/v2/health/live", self._live),
             _route("GET", "/v2/health/ready", self._ready),
@@ -274,13 +281,8 @@ class InferenceRoutes:
             _route("POST", "/v2/repository/models/{model}/load", self._load),
             _route("POST", "/v2/repository/models/{model}/unload", self._unload),
         ]
-        for path in (
-            "/v2/models/{model}",
-            "/v2/models/{model}/versions/{version}",
-            "/v2/models/{model}/labels/{label}",
-        ):
+        for path in paths:
             routes += [
-                _route("POST", f"{path}/infer", self._infer),
                 _route("GET", path, self._metadata),
                 _route("GET", f"{path}/ready", self._model_ready),
                 _route("GET", f"{path}/stats", self._stats),
