@@ -197,7 +197,8 @@ class SecureRounds:
 
     def close(self) -> None:
         """The round is decided, and the next one begins."""
-        self._sum, self._members, self.voids = None, frozenset(), 0
+        self._forget()
+        self.voids = 0
 
     def has_begun(self, replica: str) -> bool:
         """Whether a replica has sent its keys."""
@@ -247,6 +248,9 @@ class SecureRounds:
                 case Unmask(inside, _):
                     self.inside = tuple(self._replicas[TaskName(n)] for n in inside)
                 case Void():
-                    self._sum, self._members = None, frozenset()
+                    self._forget()
                     self.voids += 1
         return instructions
+
+    def _forget(self) -> None:
+        self._sum, self._members, self._with_keys = None, frozenset(), set()
