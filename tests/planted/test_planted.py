@@ -99,14 +99,20 @@ BUGS: Final = {
     ),
     "updates are decided without a master": Bug(
         "coordination/sync/aggregation.py",
-        "if self._unsupervised or len(whole) < self.needed:",
-        "if len(whole) < self.needed:",
+        "if self._unsupervised or not self._is_enough(whole):",
+        "if not self._is_enough(whole):",
         f"{TRANSCRIPT}[sync/aggregation/silent_master]",
+    ),
+    "who asks while a run stands still is out of secure rounds": Bug(
+        "coordination/sync/secure_rounds.py",
+        "self._sum, self._members, self._with_keys = None, frozenset(), set()",
+        "self._sum, self._members = None, frozenset()",
+        f"{TRANSCRIPT}[sync/aggregation/secure]",
     ),
     "a run goes on to decide without its master": Bug(
         "coordination/sync/aggregation.py",
-        "if self._unsupervised or len(whole) < self.needed:",
-        "if len(whole) < self.needed:",
+        "if self._unsupervised or not self._is_enough(whole):",
+        "if not self._is_enough(whole):",
         "tests/simulation/test_sync.py::"
         "test_a_run_pauses_without_its_master_and_goes_on_when_the_link_heals",
     ),
