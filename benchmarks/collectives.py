@@ -8,7 +8,7 @@ With ``--model wide_deep`` two tables of 100,000 rows lie on the ps beside the d
 part.
 
 ``--kill``: a worker is killed, of whose part the next one has a copy: milliseconds
-between the updates before and after, the start of its new process included.
+between the updates before and after.
 
 ``--rows`` prints what there is of the table of figures.
 """
