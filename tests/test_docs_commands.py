@@ -43,6 +43,8 @@ ELSEWHERE = {
     "test_the_command_trains_a_cluster_and_prints_one_line_of_json",
     "examples federated": "tests/examples/test_federated.py::"
     "test_the_command_prints_one_line_of_json",
+    "examples diloco": "tests/examples/test_diloco.py::"
+    "test_the_command_prints_what_each_way_came_to",
     "examples pipeline": "tests/examples/test_pipeline.py::"
     "test_without_a_cluster_it_says_what_to_type",
 }

@@ -156,6 +156,22 @@ def federated(
     run_example("federated", run, ps, workers, steps, seed, as_json=as_json)
 
 
+@app.command()
+def diloco(
+    data: Text,
+    ps: Annotated[int, typer.Option(min=1, help="Parameter servers.")] = 1,
+    workers: Workers = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each worker.")] = 1000,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """A transformer of characters whose workers seldom talk: input.txt."""
+    from jgraph.examples.diloco import run
+
+    train = functools.partial(run, data)
+    run_example("diloco", train, ps, workers, steps, seed, as_json=as_json)
+
+
 def run_example(
     name: str,
     example: "Example",
