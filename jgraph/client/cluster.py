@@ -385,7 +385,7 @@ class Cluster(Connection):
         inner = {
             *("at_close", "call", "check_startable", "drop_held", "find", "gone"),
             *("leave", "let_go", "move_to", "platforms", "take_members", "transport"),
-            *("refresh", "renewed_tasks"),
+            *("refresh", "renewed_tasks", "starts_again"),
         }
         return [name for name in super().__dir__() if name not in inner]
 

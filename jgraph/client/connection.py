@@ -120,6 +120,11 @@ class Connection:
         """Returns how tasks ended that nobody starts again, as far as is known here."""
         return {}
 
+    @property
+    def starts_again(self) -> bool:
+        """Whether a lost task is started again, as far as is known here."""
+        return False
+
     def check_startable(self) -> None:
         """Raises ``TaskMissingError`` for a lost task that nobody starts again."""
 

@@ -486,6 +486,11 @@ class RayCluster(Cluster):
         """See ``Cluster.gone``."""
         return self._actors.gone()
 
+    @property
+    def starts_again(self) -> bool:
+        """See ``Cluster.starts_again``."""
+        return True
+
     def check_startable(self) -> None:
         """See ``Cluster.check_startable``."""
         remedy = "make a new jg.RayCluster, with more restarts, and resume there with "

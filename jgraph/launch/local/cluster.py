@@ -237,6 +237,11 @@ class LocalCluster(Cluster):
         """See ``Cluster.gone``."""
         return self._processes.gone()
 
+    @property
+    def starts_again(self) -> bool:
+        """See ``Cluster.starts_again``."""
+        return self._processes.starts_again
+
     def check_startable(self) -> None:
         """See ``Cluster.check_startable``."""
         remedy = "give jg.LocalCluster more restarts, for example restarts=5"

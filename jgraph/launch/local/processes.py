@@ -340,6 +340,11 @@ class TaskProcesses:
         """Returns what became of processes that are started again."""
         return [] if self._restarter is None else self._restarter.events.newest()
 
+    @property
+    def starts_again(self) -> bool:
+        """Whether a task that died is started again."""
+        return self._restarter is not None
+
     def gone(self) -> dict[TaskName, str]:
         """Returns why, by task, for those that ended and are not started again."""
         if self._restarter is not None:

@@ -174,6 +174,11 @@ class SparkCluster(Cluster):
         """See ``Cluster.gone``."""
         return self._all.gone()
 
+    @property
+    def starts_again(self) -> bool:
+        """See ``Cluster.starts_again``."""
+        return True
+
     def check_startable(self) -> None:
         """See ``Cluster.check_startable``."""
         remedy = "make a new jg.SparkCluster, with more restarts, and resume there "

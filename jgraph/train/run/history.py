@@ -143,9 +143,8 @@ class History:
     def metrics(self, name: str) -> dict[str, Array]:
         """Returns one metric as arrays of equal length; see ``Run.metrics``."""
         if name not in self.names:
-            raise ConfigError(
-                f"the run has no metric '{name}'; it has {', '.join(self.names)}"
-            )
+            known = ", ".join(self.names) or "none yet, as no step is done"
+            raise ConfigError(f"the run has no metric '{name}'; it has {known}")
         with self._lock:
             rows = [(s, t, r[name]) for s, t, r in self._readings if name in r]
             stretches = [replace(s, chunks=list(s.chunks)) for s in self._stretches]

@@ -12,8 +12,10 @@ from jgraph.client.runs.runs import RunInfo
 from jgraph.client.runs.submission import MakeLoops, submit_run
 from jgraph.cluster.loop_messages import ARBITER, DealtData, LoopReport
 from jgraph.coordination.data.batch_book import BatchBook
-from jgraph.errors import ConfigError, JGError
+from jgraph.errors import ClusterUnreachableError, ConfigError, JGError, TaskLostError
+from jgraph.graph.device import is_worker
 from jgraph.graph.ir import TaskName
+from jgraph.plan.program.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.data.data import Dataset
 from jgraph.train.run.members import MemberBook
@@ -105,7 +107,7 @@ class RemoteRuns:
                 state.prepare_to_keep(anew=self._has_replaced)
             if not prepared.handles or self._has_replaced:
                 programs = prepared.programs(workers)
-                prepared.handles = state.session.register_all(programs)
+                prepared.handles = self._register(programs, order)
                 prepared.workers = dict(zip(prepared.handles, workers, strict=False))
                 self._has_replaced = False
             self._keep_copies(prepared)
@@ -115,6 +117,20 @@ class RemoteRuns:
                     state.copies.admit(number, [handle])
             self.workers.upload(prepared.graph, order, book)
         return prepared
+
+    def _register(self, programs: Sequence[Program], order: Order) -> list[str]:
+        """Registers programs; waits for a worker that is lost meanwhile."""
+        state = self._state
+        while True:
+            try:
+                return state.session.register_all(programs)
+            except (TaskLostError, ClusterUnreachableError) as error:
+                lost = error.details.get("task", "")
+                holds = not is_worker(lost) or lost in state.step.owners
+                if holds or not state.cluster.starts_again:
+                    raise
+                if not state.cluster.wait_for_tasks(order.wait_s, stop=order.stop):
+                    raise
 
     def _keep_copies(self, prepared: Prepared) -> None:
         # First: what counts contributions is copied with all that a ps holds.

@@ -4,6 +4,7 @@ As ``tests/faults/test_rows.py`` has it, with gradients that carry an error on.
 """
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import optax
@@ -11,9 +12,11 @@ import pytest
 from flax import nnx
 
 from jgraph.client.cluster import connect
+from jgraph.client.session import Session
 from jgraph.clock import SystemClock
 from jgraph.errors import TaskLostError
 from jgraph.launch.local.cluster import LocalCluster
+from jgraph.plan.program.program import Program
 from jgraph.train.run.report import Report
 from jgraph.train.run.run import Run
 from jgraph.train.strategies.async_runner import AsyncPS
@@ -71,6 +74,29 @@ def test_killed_worker_is_back_in_the_same_run(
         run = trainer.fit(data(), steps=20, batch_size=8, progress=False)
         assert run.state == "done"
         trainer.close()
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+def test_a_worker_that_is_killed_as_a_run_begins_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, strategy: Strategy
+) -> None:
+    register, calls = Session.register_all, list[int]()
+
+    def killing(session: Session, programs: Sequence[Program]) -> list[str]:
+        calls.append(len(programs))
+        if len(calls) == 1:
+            cluster.kill(WORKER)
+        return register(session, programs)
+
+    monkeypatch.setattr(Session, "register_all", killing)
+    with LocalCluster(ps=1, workers=2, restarts=1) as cluster:
+        trainer = make(cluster, strategy)
+        run = trainer.fit(data(), steps=20, batch_size=8, progress=False)
+        assert run.state == "done"
+        assert {m.task for m in run.members()} == set(cluster.tasks("worker"))
+        trainer.close()
+    assert len(calls) > 1
 
 
 @pytest.mark.row(9)
