@@ -149,10 +149,14 @@ class MovingProcess(RunProcess):
             raise CopyLostError("it was started again", task=self.task)
         number = self.numbers.get(order.stream, 0)
         for name in () if order.begins else order.names:
-            own, known = self.own.get(name), self.sent[order.stream].get(name)
+            known = self.sent.get(order.stream, {}).get(name)
+            own = self.own.get(name)
             if own is not None and own != known:
-                await self.send(order, name, list(own))
-                self.sent[order.stream][name] = list(own)
+                value = list(own)
+                await self.send(order, name, value)
+                if order.stream not in self.sent:
+                    raise CopyLostError("it records nothing any more", task=self.task)
+                self.sent[order.stream][name] = value
                 number, sent = number + 1, sent + SIZES[name]
             if not order.ends:
                 await asyncio.sleep(self.world.chance.uniform(0.0, 0.2))

@@ -261,11 +261,15 @@ class RunWorld:
             return [copied(one) async for one in answers][-1]
 
         answering = there.spawn(last())
-        await asyncio.wait(
-            {answering, there.dead},
-            timeout=timeout_s,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
+        try:
+            await asyncio.wait(
+                {answering, there.dead},
+                timeout=timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        except asyncio.CancelledError:
+            answering.cancel()  # it is told that nobody waits for the answer
+            raise
         if not there.alive:
             raise TaskLostError(f"{task} is gone", task=task)
         if not answering.done():
