@@ -30,6 +30,7 @@ class TaskContext:
       records_dir: where the logs of updates go; None: this task keeps none.
       spec: the cluster; empty until it is told.
       addresses: of all tasks in it.
+      tasks_here: how many of them have the host of this one, itself included.
       arrangement: who has joined it, and left; number 0: it is as it was described.
       described: address of each task of the description.
       rearranged: called when the arrangement is another.
@@ -46,6 +47,7 @@ class TaskContext:
     records_dir: Path | None = None
     spec: ClusterSpec = field(init=False, default_factory=lambda: ClusterSpec({}))
     addresses: dict[TaskName, Address] = field(init=False, default_factory=dict)
+    tasks_here: int = field(init=False, default=1)
     arrangement: Arrangement = field(init=False, default_factory=Arrangement)
     described: dict[TaskName, Address] = field(init=False, default_factory=dict)
     rearranged: list[Callable[[], None]] = field(init=False, default_factory=list)
@@ -75,6 +77,8 @@ class TaskContext:
     def _set_spec(self, spec: ClusterSpec) -> None:
         self.spec = spec
         self.addresses = {task: spec.address(task) for task in spec.tasks()}
+        hosts = [address.rpartition(":")[0] for address in self.addresses.values()]
+        self.tasks_here = hosts.count(self.address.rpartition(":")[0])
         self.transport.set_peers(self.addresses)
 
 

@@ -2,7 +2,8 @@
 
 A frame costs its sender and its receiver more than the few bytes that most have. Where
 a step ends the next one begins: what is said of both to one peer leaves as one frame of
-values, with the order and the report that came up beside them.
+values, with the order and the report that came up beside them. Where tasks have cores
+enough to work at the same time, values wait for neither.
 """
 
 import asyncio
@@ -41,14 +42,18 @@ class StepMessages:
 
     Args:
       transport: to the other tasks.
+      is_crowded: whether tasks take cores from each other.
 
     Attributes:
       drives: whether this task drives a step.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(
+        self, transport: Transport, is_crowded: Callable[[], bool] = lambda: True
+    ) -> None:
         self.drives: Callable[[StepKey], bool] = lambda step: False
         self._transport = transport
+        self._is_crowded = is_crowded
         self._waiting: defaultdict[TaskName, list[Message]] = defaultdict(list)
         self._is_gathering = False
 
@@ -58,11 +63,14 @@ class StepMessages:
 
     def values(self, dst: TaskName, header: pb.Values, tensors: Tensors) -> None:
         """Posts values of a step; they must not change afterwards."""
-        if sum([tensor.nbytes for tensor in tensors]) < ALONE_BYTES:
-            self._add(dst, (header, tensors))
-        else:
+        if sum([tensor.nbytes for tensor in tensors]) >= ALONE_BYTES:
             self.post()
             self._post(dst, header, tensors)
+        elif self._is_crowded():
+            self._add(dst, (header, tensors))
+        else:
+            said = self._waiting.pop(dst, [])
+            self._post_together(dst, [*said, (header, tensors)])
 
     def order(self, dst: TaskName, order: pb.StartStep) -> None:
         """Posts the order to begin a step."""
@@ -94,8 +102,11 @@ class StepMessages:
             return
         waiting, self._waiting = self._waiting, defaultdict(list)
         for dst, said in waiting.items():
-            for message, tensors in together(said) if len(said) > 1 else said:
-                self._post(dst, message, tensors)
+            self._post_together(dst, said)
+
+    def _post_together(self, dst: TaskName, said: list[Message]) -> None:
+        for message, tensors in together(said) if len(said) > 1 else said:
+            self._post(dst, message, tensors)
 
     def _add(self, dst: TaskName, message: Message) -> None:
         if not (self._waiting or self._is_gathering):

@@ -40,7 +40,8 @@ class TaskHost:
     """
 
     def __init__(self, context: TaskContext) -> None:
-        self.messages = StepMessages(context.transport)
+        self._context = context
+        self.messages = StepMessages(context.transport, self._is_crowded)
         self._clock = context.clock
         self.now = context.clock.now
         self._loop = asyncio.get_running_loop()
@@ -52,6 +53,9 @@ class TaskHost:
         self._pool = ThreadPoolExecutor(
             max_workers=4 + self._cores, thread_name_prefix="jgraph-work"
         )
+
+    def _is_crowded(self) -> bool:
+        return self._context.tasks_here > self._cores
 
     def busy(self) -> dict[str, float]:
         """Returns the CPU seconds of work by kind; XLA's own threads do not count."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jgraph.errors import JGError
 from jgraph.graph.device import device
@@ -15,6 +16,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, kind_of
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Frame
+from jgraph.server.steps import task_host
 from jgraph.server.steps.messages import (
     ALONE_BYTES,
     TOGETHER_BYTES,
@@ -140,14 +142,16 @@ class Peer:
         raise AssertionError(method)
 
 
-async def arrived(say: Callable[[StepMessages], None], count: int) -> list[Frame]:
+async def arrived(
+    say: Callable[[StepMessages], None], count: int, *, crowded: bool = True
+) -> list[Frame]:
     """Returns the frames that reach a ps when a worker says something in one turn."""
     network, peer = InProcessNetwork(), Peer()
     worker, ps = network.transport(WORKER), network.transport(PS)
     address = await ps.start(peer)
     await worker.start(Peer())
     worker.set_peers({PS: address})
-    say(StepMessages(worker))
+    say(StepMessages(worker, lambda: crowded))
     async with asyncio.timeout(10):
         while len(peer.got) < count:
             await peer.came.wait()
@@ -165,6 +169,19 @@ def test_what_is_said_in_one_turn_leaves_in_one_frame_with_its_tensors() -> None
     [received] = run_async(arrived(say, 1))
     assert told(body_of(received)) == ("Values", 1, ("start", 2))
     np.testing.assert_array_equal(received.tensors[0], np.arange(3))
+
+
+def test_values_wait_for_no_order_where_every_task_has_a_core() -> None:
+    def say(messages: StepMessages) -> None:
+        messages.report(PS, pb.StepDone(step_id=0), ())
+        messages.values(PS, values(1), (np.arange(3),))
+        messages.order(PS, start(2))
+
+    received = run_async(arrived(say, 2, crowded=False))
+    assert [told(body_of(one)) for one in received] == [
+        ("Values", 1, ("done", 0)),
+        ("StartStep", 2),
+    ]
 
 
 def test_large_values_wait_for_nobody_and_overtake_nothing() -> None:
@@ -204,7 +221,11 @@ def test_values_that_cannot_be_sent_end_their_step_where_it_waits_for_them() -> 
     np.testing.assert_array_equal(got[1].tensors[0], np.arange(2))
 
 
-def test_steps_that_follow_one_another_take_two_frames_each() -> None:
+@pytest.mark.parametrize(("cores", "frames_a_step"), [(1, 1), (2, 2)])
+def test_an_order_leaves_with_gradients_where_tasks_share_a_core(
+    monkeypatch: pytest.MonkeyPatch, cores: int, frames_a_step: int
+) -> None:
+    monkeypatch.setattr(task_host, "available_cores", lambda: cores)
     """Parameters with the report of the step before; gradients with the next order."""
     weights = Variable("w", jnp.zeros(4), device=PS)
 
@@ -269,5 +290,5 @@ def test_steps_that_follow_one_another_take_two_frames_each() -> None:
 
     at_ps, at_worker = run_async(frames(), timeout_s=60)
     # The first step is begun, and the last one reported, by itself.
-    assert len(at_ps) <= count + 3
-    assert len(at_worker) <= count + count // 2
+    assert count * frames_a_step <= len(at_ps) <= count * frames_a_step + 3
+    assert len(at_worker) <= count * frames_a_step + count // 2
