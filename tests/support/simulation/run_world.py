@@ -119,7 +119,7 @@ class RunWorld:
         self.cuts: dict[frozenset[TaskName], float] = {}
         self.streams: dict[frozenset[TaskName], list[Callable[[Any], None]]] = {}
         self.losing_halts_until = 0.0
-        self.torn = 0
+        self.torn = self.forgotten = 0
         self.updated_at = 0.0
         self.led_since = 0.0
         self.deciding: SimulatedLoop | None = None
@@ -176,14 +176,20 @@ class RunWorld:
             if is_ps(task):
                 self.tear()
             self.processes[task].kill()
-            if self.synchronous and task == self.tasks[0]:
-                self.torn += self.workers * self.untold()
+            if self.synchronous and not self.is_up(self.tasks[0]):
+                self.forget_updates(anew=task == self.tasks[0])
             asyncio.get_running_loop().call_later(away_s, self.start_again, task)
 
     def tear(self) -> None:
         """A ps may be lost while the steps of the workers are on other ps alone."""
         if self.durability != "checkpoint":
             self.torn += self.workers
+
+    def forget_updates(self, *, anew: bool) -> None:
+        """Whoever knew of the newest updates may be gone, and the arbiter is."""
+        before = 0 if anew else self.forgotten
+        self.forgotten = max(before, self.untold())
+        self.torn += self.workers * (self.forgotten - before)
 
     def untold(self) -> int:
         """Returns how many updates nobody knows of whose arbiter is gone."""
