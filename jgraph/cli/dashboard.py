@@ -17,6 +17,7 @@ from jgraph.cli.options import (
     Target,
     Timeout,
     TokenFile,
+    metrics_token,
     say,
     target_of,
 )
@@ -138,7 +139,7 @@ def dashboard(
         allowed_hosts=allowed_host or (),
         embed_origins=embed_origin or (),
         token_file=view_token_file,
-        metrics_token=_metrics_token(metrics_token_file),
+        metrics_token=metrics_token(metrics_token_file),
     )
     watched = (models or [], models_token_file)
     with _source(
@@ -220,15 +221,3 @@ def _models_token(path: Path | None) -> str:
 
     path = path or home() / SERVE_NAME
     return Token.read(path).value if path.exists() else ""
-
-
-def _metrics_token(path: Path | None) -> str:
-    if path is None:
-        return ""
-    token = path.read_text("ascii", "replace").strip()
-    if len(token) < 16:
-        raise ConfigError(
-            f"the token in {path} is shorter than 16 characters; write a longer one, "
-            "for example by `jgraph token new`"
-        )
-    return token

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +12,7 @@ from jgraph.cli.options import Json, TokenFile, say
 
 if TYPE_CHECKING:
     from jgraph.cli.models_beside import ModelsBeside
+    from jgraph.dashboard.task_metrics import TaskMetrics
     from jgraph.graph.device import TaskName
     from jgraph.server.server import Server
 
@@ -141,6 +142,25 @@ def server(
             "drained; 0 then means that a client ended it.",
         ),
     ] = 0,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Port of the same address for Prometheus: GET /metrics, with TLS "
+            "where there are certificates. 0 takes any free one. Needs "
+            "--metrics-token-file.",
+        ),
+    ] = None,
+    metrics_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the token that a scrape shows; it is good for /metrics "
+            "alone.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
     models: Annotated[
         Path | None,
         typer.Option(
@@ -176,6 +196,7 @@ def server(
     """
     if models is not None:
         _check_answers((tls_cert, tls_key), http_port, grpc_port)
+    make_metrics = _metrics(metrics_port, metrics_token_file)
     options: dict[str, Any] = {
         "bind": bind,
         "health_port": health_port,
@@ -195,9 +216,10 @@ def server(
         running = _as_described(job, task, cluster, tls_dir, sources, options)
     from jgraph.server.main import serve
 
-    beside = None
+    metrics = make_metrics(running, bind)
+    beside: list[ModelsBeside | TaskMetrics] = [metrics] if metrics else []
     if models is not None:
-        beside = _models_beside(
+        answers = _models_beside(
             running,
             models,
             (cluster, tls_dir, token_file),
@@ -208,19 +230,49 @@ def server(
             tls=(tls_cert, tls_key),
             insecure_i_accept=insecure_i_accept,
         )
+        beside.append(answers)
 
     def ready() -> None:
         facts = {"task": running.task, "target": running.target, "pid": os.getpid()}
-        say(facts, f"{running.task} serves at {running.target}", as_json=as_json)
-        if beside is not None:
-            beside.start()
+        text = f"{running.task} serves at {running.target}"
+        if metrics:
+            facts["metrics"] = metrics.url
+            text += f", its metrics at {metrics.url}"
+        say(facts, text, as_json=as_json)
+        for one in beside:
+            one.start()
 
     orders = sys.stdin if end_with_input else None
     code = serve(running, orders, sigterm_code=sigterm_exit_code, ready=ready)
-    if beside is not None:
-        beside.stop()
+    for one in beside:
+        one.stop()
     if code:
         raise typer.Exit(code)
+
+
+def _metrics(
+    port: int | None, token_file: Path | None
+) -> "Callable[[Server, str], TaskMetrics | None]":
+    """Returns what makes a task's port for Prometheus; refuses before that is there."""
+    from jgraph.cli.options import metrics_token
+    from jgraph.errors import ConfigError
+
+    if (port is None) != (token_file is None):
+        raise ConfigError(
+            "--metrics-port and --metrics-token-file go together: who scrapes shows a "
+            "token of its own, for example one made by `jgraph token new`"
+        )
+    if port is None:
+        return lambda server, bind: None
+    try:
+        from jgraph.dashboard.task_metrics import TaskMetrics
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--metrics-port needs the package {error.name}: "
+            "pip install 'jgraph[dashboard]'"
+        ) from error
+    token = metrics_token(token_file)
+    return lambda server, bind: TaskMetrics(server, bind, port, token)
 
 
 def _check_answers(

@@ -119,3 +119,22 @@ class Commands(TyperGroup):
             typer.echo(sentence, err=True)
             raise typer.Exit(USAGE)
         return found
+
+
+def metrics_token(path: Path | None) -> str:
+    """Returns the token that a scrape of Prometheus shows; empty: none does.
+
+    Raises:
+      ConfigError: it is short.
+    """
+    if path is None:
+        return ""
+    from jgraph.errors import ConfigError
+
+    token = path.read_text("ascii", "replace").strip()
+    if len(token) < 16:
+        raise ConfigError(
+            f"the token in {path} is shorter than 16 characters; write a longer one, "
+            "for example by `jgraph token new`"
+        )
+    return token

@@ -8,6 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, final
 
+DASHBOARD: Final = (
+    "the token of this dashboard is missing or another one; open the address "
+    "that `jgraph dashboard` printed, with what follows '#'"
+)
+"""What to do without a token."""
 LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
 _SAME: Final = frozenset({"same-origin", "none"})
 
@@ -59,6 +64,8 @@ class Guard:
         port, or for any port.
       embed_origins: pages that may show it in a frame.
       metrics_token: a second token, which is good for ``/metrics`` alone.
+      any_host: it may be reached by every name: all that it answers wants a token.
+      advice: what to do without a token.
     """
 
     def __init__(
@@ -68,7 +75,11 @@ class Guard:
         allowed_hosts: Iterable[str] = (),
         embed_origins: Iterable[str] = (),
         metrics_token: str = "",
+        *,
+        any_host: bool = False,
+        advice: str = DASHBOARD,
     ) -> None:
+        self._is_any_host, self._advice = any_host, advice
         self._token = token.encode()
         self._metrics_token = metrics_token.encode()
         self._hosts = {f"{name}:{port}" for name in LOOPBACK}
@@ -103,7 +114,7 @@ class Guard:
             return Refused(400, "a request names one host")
         host = hosts[0].lower()
         name = host.rpartition(":")[0] if _has_port(host) else host
-        if host in self._hosts or {host, name} & self._any_port:
+        if self._is_any_host or host in self._hosts or {host, name} & self._any_port:
             return None
         return Refused(
             421,
@@ -142,8 +153,7 @@ class Guard:
             return None
         return Refused(
             401,
-            "the token of this dashboard is missing or another one; open the address "
-            "that `jgraph dashboard` printed, with what follows '#'",
+            self._advice,
             {"WWW-Authenticate": "Bearer"},
         )
 

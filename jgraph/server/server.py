@@ -43,6 +43,7 @@ from jgraph.errors import (
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of
 from jgraph.rpc.grpc.health import HealthServer
 from jgraph.rpc.grpc.transport import GrpcTransport
@@ -333,6 +334,11 @@ class Server:
         return target_of(self.address, self._tls)
 
     @property
+    def tls(self) -> TLS | None:
+        """Its certificate; None: it speaks plain text."""
+        return self._tls
+
+    @property
     def replaced(self) -> FencedError | None:
         """Who told that another process of this task has its place; it has ended."""
         return None if self._server is None else self._server.service.replaced
@@ -344,6 +350,20 @@ class Server:
             return False
         runtime = self._server.service.runtime
         return bool(runtime.computing() or runtime.overdue_computations())
+
+    def status_message(self) -> pb.ClusterStatus:
+        """Returns what the task tells of itself, as of a cluster of one."""
+        server = self._server
+        assert server is not None  # it serves
+
+        async def ask() -> pb.TaskStatus:
+            return server.service.status()
+
+        return pb.ClusterStatus(
+            master=self.task,
+            cluster_json=self.cluster.to_json(),
+            tasks=[event_loop.run(ask())],
+        )
 
     def start(self) -> None:
         """Starts listening; does nothing if started."""

@@ -28,6 +28,7 @@ DATES = {
     "client/watching.py": "dates what it sees",
     "cluster/events.py": "dates events",
     "dashboard/sources.py": "dates what it sees",
+    "dashboard/task_metrics.py": "dates what it sees",
     "server/runs/saving/checkpointer.py": "dates a checkpoint",
     "rpc/security/certificates.py": "dates certificates",
     "rpc/security/tls.py": "dates certificates",
