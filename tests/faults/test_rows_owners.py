@@ -4,10 +4,12 @@ import os
 import signal
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jgraph.failpoints import CRASHED, ONCE, VARIABLE
 from jgraph.launch.local.cluster import LocalCluster
 from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.strategies.sync_runner import SyncPS
@@ -17,10 +19,12 @@ from tests.support.counting import (
     after,
     check_recovered,
     check_together,
+    goes_on,
     gone_back_to,
     trainer,
 )
 from tests.support.fault import Fault
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(120)]
 
@@ -101,6 +105,37 @@ def test_the_next_one_has_all_parts_if_a_stand_in_is_killed(
     assert (second.lost, second.by) == (("/job:worker/task:2",), ("/job:ps/task:0",))
     check_recovered(there, run, share=3)
     fault.names += [WORKER, "goes on with the copies on"]
+    there.close()
+
+
+@pytest.mark.row(13)
+@pytest.mark.chaos
+@pytest.mark.parametrize("point", ["stand_in.noted", "stand_in.copied"])
+def test_a_master_that_dies_while_a_part_is_given_or_given_back(
+    fault: Fault, tmp_path: Path, point: str
+) -> None:
+    """It is an owner, too. As the part is given, copies begin anew: it has none."""
+    once = tmp_path / "crashed"
+    env = {VARIABLE: f"{point}=crash", ONCE: str(once)}
+    cluster = fault.cluster(ps=0, workers=4, restarts=3, env=env)
+    there = trainer(cluster, SyncPS(dense="workers", durability="replica"))
+    lost, saves = "/job:worker/task:2", Checkpoints(fault.path, every=40, keep=10**6)
+    run = there.fit(
+        IDS,
+        steps=10**6,
+        batch_size=BATCH,
+        checkpoint=saves,
+        callbacks=[after(100, partial(kill, fault, cluster, lost), fault.path)],
+        block=False,
+        progress=False,
+    )
+    wait_until(once.exists, 40)
+    goes_on(run)
+    run.stop()
+    run.wait(60)
+    back = gone_back_to(fault.path, run) if point == "stand_in.noted" else None
+    check_recovered(there, run, back, share=4)
+    fault.names += [lost, f"exit code {CRASHED}", "the master, was lost"]
     there.close()
 
 

@@ -18,7 +18,7 @@ from jgraph.train.run.run import Run
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.sync_runner import SyncPS
-from tests.support.counting import BATCH, IDS, Ledger, check_together, trainer
+from tests.support.counting import BATCH, IDS, Ledger, check_together, goes_on, trainer
 from tests.support.fault import Fault
 from tests.support.waiting import wait_until
 
@@ -46,13 +46,6 @@ def begun(
     )
     wait_until(lambda: run.steps >= 20)
     return there, run
-
-
-def goes_on(run: Run, steps: int = 20) -> None:
-    """Waits until a run has done some more steps."""
-    until = run.steps + steps
-    wait_until(lambda: run.steps >= until or run.state != "running", 60)
-    assert run.state == "running"
 
 
 def lies_on(cluster: LocalCluster, ps: int) -> Callable[[], bool]:

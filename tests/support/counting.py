@@ -17,6 +17,7 @@ from jgraph.train.run.run import Run
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.trainer import Trainer
 from tests.support.ledger import examples_counted, examples_due
+from tests.support.waiting import wait_until
 
 EXAMPLES, BATCH = 64, 4
 _ROUNDED = 0.01
@@ -188,3 +189,10 @@ def check_it_goes_on_from(there: Trainer, directory: Path) -> None:
     )
     assert run.steps == saved + 100
     check_recovered(there, run, directory / str(saved))
+
+
+def goes_on(run: Run, steps: int = 20) -> None:
+    """Waits until a run has done some more steps."""
+    until = run.steps + steps
+    wait_until(lambda: run.steps >= until or run.state != "running", 60)
+    assert run.state == "running"

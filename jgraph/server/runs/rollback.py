@@ -401,6 +401,7 @@ class Rollback:
         source = self.sources()
         if source is None:
             raise self._hopeless(error, "", None)
+        await self.stand_ins.tell_client()  # a master before may have died over it
         checkpoint = await source.load(error, self._recoveries.first)
         return checkpoint.step, checkpoint
 

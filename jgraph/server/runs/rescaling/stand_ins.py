@@ -98,6 +98,7 @@ class RunStandIns:
         self._arrange()
         for saved in self.order.saves.tasks:
             saved.task = by.get(TaskName(saved.task), saved.task)
+        ins.number += 1
         self.note()
 
     def away(self, tasks: Collection[str]) -> list[pb.StandIn]:
@@ -137,6 +138,7 @@ class RunStandIns:
         others = pb.StandIns(parts=rest)
         del ins.parts[:]
         ins.parts.extend(others.parts)
+        ins.number += 1
         self._arrange()
 
     async def forget(self, parts: Iterable[pb.StandIn]) -> None:
@@ -170,18 +172,26 @@ class RunStandIns:
           loops: the next ones.
         """
         ins = self.order.stand_ins
-        ins.number += 1
         ins.handles.update({_first(loop.handle): loop.handle for loop in loops})
         self.note()
-        homes = pb.RunHomes(number=ins.number)
-        homes.homes.update(self.by.items())
-        self.record.moved(homes)
+        self.record.moved(self._homes())
         failpoint("stand_in.noted")
+        await self.tell_client()
+
+    async def tell_client(self) -> None:
+        """Tells the client where the parts lie, if it is there and answers soon."""
         if self.client is None or self.client.is_gone:
+            return
+        if not self.order.stand_ins.number:
             return
         with suppress(JGError, TimeoutError):  # else it reads so in the reports
             async with asyncio.timeout(_TELL_S):
-                await self.client.ask("moved", homes=homes)
+                await self.client.ask("moved", homes=self._homes())
+
+    def _homes(self) -> pb.RunHomes:
+        homes = pb.RunHomes(number=self.order.stand_ins.number)
+        homes.homes.update(self.by.items())
+        return homes
 
 
 def _first(handle: str) -> str:
