@@ -61,12 +61,14 @@ class Bug:
       right: the code as it is; at one place.
       wrong: what is there instead.
       found_by: the test that finds it, or how its name begins.
+      first: which simulated run that test begins with; after it come as many as by day.
     """
 
     file: str
     right: str
     wrong: str
     found_by: str
+    first: int = 0
 
 
 BUGS: Final = {
@@ -366,6 +368,7 @@ BUGS: Final = {
         "        self._record.rescale(switch, self._losses.holders)\n",
         "",
         RESCALED,
+        first=30,
     ),
     "variables that have moved stay where they were, too": Bug(
         "server/runs/rescaling/rescaler.py",
@@ -805,7 +808,11 @@ def run_with(bug: Bug, where: Path) -> subprocess.CompletedProcess[str]:
             bug.found_by,
         ],
         cwd=where,
-        env={**os.environ, "PYTHONPATH": str(where)},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(where),
+            "JGRAPH_SIMULATION": str(bug.first),
+        },
         capture_output=True,
         text=True,
         timeout=300,
