@@ -298,6 +298,9 @@ class RescaledWorld(ElasticWorld):
                 found[name] = self.moving(self.home(name)).own.get(name)
         return found
 
+    def held_last(self) -> list[Updates | None]:
+        return list(self.held().values())
+
     def give(self, updates: Mapping[str, Updates]) -> None:
         for name, one in updates.items():
             self.moving(self.home(name)).own[name] = list(one)
