@@ -333,14 +333,22 @@ class Rollback:
         try:
             version = await self.copies.restore(lost, away=lost)
         except CopyLostError as loss:
-            self._copies_lost = True
-            if (newest := await self._newest()) is None:
-                raise self._hopeless(loss, "", None) from error
-            text = "%s; the run goes back to step %d in %s"
-            _LOG.warning(text, loss.message, newest, self._directory)
+            await self._give_up_copies(loss, error)
             raise TaskLostError(loss.message, **loss.details) from error
         self.stand_ins.take(by, parts)
         return step if version is None else version
+
+    async def _give_up_copies(self, loss: CopyLostError, error: JGError) -> None:
+        """Goes back to a checkpoint from now on.
+
+        Raises:
+          JGError: there is none.
+        """
+        self._copies_lost = True
+        if (newest := await self._newest()) is None:
+            raise self._hopeless(loss, "", None) from error
+        text = "%s; the run goes back to step %d in %s"
+        _LOG.warning(text, loss.message, newest, self._directory)
 
     async def _check_master(self) -> None:
         """Refuses to go back where another master goes on with the run."""
@@ -390,12 +398,8 @@ class Rollback:
         if self._from_copies:
             try:
                 version = await self.copies.restore(new)
-            except CopyLostError as lost:
-                self._copies_lost = True
-                if (newest := await self._newest()) is None:
-                    raise self._hopeless(lost, "", None) from error
-                text = "%s; the run goes back to step %d in %s"
-                _LOG.warning(text, lost.message, newest, self._directory)
+            except CopyLostError as loss:
+                await self._give_up_copies(loss, error)
             else:
                 return (step if version is None else version), None
         source = self.sources()
