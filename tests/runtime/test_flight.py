@@ -1,7 +1,5 @@
 """The flight recorder keeps the last steps of a task, in bounded memory."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -53,36 +51,6 @@ def test_who_knows_some_gets_the_others_and_may_ask_for_a_time() -> None:
     flight.note("register", "other", 9.0, 9.5)
     assert [note.label for note in flight.after(9).notes] == ["other"]
     assert not flight.after(0, since_s=9.9).notes
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_what_is_kept_is_the_end_of_what_there_was(seed: int) -> None:
-    """However the steps lie in the ring, of programs of one node and of five."""
-    generator = np.random.default_rng(seed)
-    rows = int(generator.integers(7, 40))
-    flight = FlightRecorder(TASK, rows)
-    sizes = {"short": 1, "long": 5}
-    for handle, count in sizes.items():
-        nodes = tuple(FeedNode(f"x{n}", n) for n in range(count))
-        partition = Partition(TASK, (X,) * count, (), nodes)
-        flight.registered(handle, Program(handle, TASK, (partition,), (), (), ()))
-    before: list[tuple[str, int, list[float]]] = []
-    for step in range(int(generator.integers(1, 60))):
-        handle = str(generator.choice(list(sizes)))
-        noted = blank_stamps(sizes[handle])
-        noted[:] = type(noted)("d", np.sort(generator.random(len(noted))) + step)
-        before.append((handle, 2**63 + step, list(noted)))
-        flight.step_over((handle, 2**63 + step), noted)
-        noted[:] = blank_stamps(sizes[handle])  # whoever noted may forget it
-    found, room, expected = flight.after(0), 3 * rows, list[Any]()
-    for one in reversed(before):
-        if (room := room - len(one[2])) < 0:
-            assert found.since_s == one[2][-1]
-            break
-        expected.insert(0, one)
-    assert list(found.steps) == [(handle, step) for handle, step, _ in expected]
-    lasts = np.cumsum([len(noted) // 3 for *_, noted in expected]) - 1
-    assert found.times[lasts, 2].tolist() == [noted[-1] for *_, noted in expected]
 
 
 def test_a_program_is_known_as_long_as_a_step_of_it_is() -> None:
