@@ -18,6 +18,7 @@ from jgraph.train.run.run import Run
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.sync_runner import SyncPS
+from tests.support import hash_counting
 from tests.support.counting import BATCH, IDS, Ledger, check_together, goes_on, trainer
 from tests.support.fault import Fault
 from tests.support.waiting import wait_until
@@ -191,4 +192,36 @@ def test_a_ps_that_joins_and_dies_while_variables_move_changes_nothing(
     assert run.rescales() == []
     checked(there, run, together=strategy is SyncPS)
     fault.names += ["stays as it is"]
+    there.close()
+
+
+@pytest.mark.row(45, 46)
+@pytest.mark.parametrize(
+    "point",
+    [pytest.param(n, marks=() if n == QUICK else pytest.mark.chaos) for n in AT],
+)
+def test_a_master_that_dies_while_a_hash_table_moves_costs_no_update(
+    fault: Fault, tmp_path: Path, point: str
+) -> None:
+    once = tmp_path / "crashed"
+    env = {VARIABLE: f"{point}=crash", ONCE: str(once)}
+    cluster = fault.cluster(ps=1, workers=2, elastic=True, restarts=3, env=env)
+    there = hash_counting.trainer(
+        cluster, SyncPS(elastic=Elastic(ps=(1, 2), workers=(1, 2)))
+    )
+    how: Any = {"block": False, "progress": False, "batch_size": hash_counting.BATCH}
+    run = there.fit(hash_counting.DATA, steps=10**6, **how)
+    wait_until(lambda: run.steps >= 20)
+    master = cluster.master
+    with suppress(JGError):  # the master was asked, and is gone
+        cluster.scale(ps=2, timeout_s=5)
+    wait_until(once.exists, 30)
+    wait_until(lies_on(cluster, 2), 60)
+    goes_on(run)
+    assert run.recoveries() == []
+    assert {event.task for event in run.events()} == set(cluster.renewed_tasks("ps"))
+    run.stop()
+    run.wait(60)
+    hash_counting.check_counts(there, run, together=True)
+    fault.names += [f"exit code {CRASHED}", f"{master}, the master, was lost"]
     there.close()

@@ -48,9 +48,23 @@ class RowsAre:
     rows: int
 
 
-What: TypeAlias = str | RowsAre | HashSpec | NodeRan
-"""A variable has a value, by its name, or some of its rows have; a hash table has rows;
-a node changed state."""
+@final
+@dataclass(frozen=True, slots=True)
+class KeyedRowsAre:
+    """Some rows of a hash table are so, and perhaps all: see ``HashShard.copied``.
+
+    Attributes:
+      spec: of the table.
+      ends: no more will come: this is what is not of one row, see ``HashShard.ends``.
+    """
+
+    spec: HashSpec
+    ends: bool
+
+
+What: TypeAlias = str | RowsAre | HashSpec | KeyedRowsAre | NodeRan
+"""A variable has a value, by its name, or some of its rows have; a hash table has rows,
+or some of them; a node changed state."""
 
 
 @final

@@ -938,6 +938,7 @@ class Record(_message.Message):
     TABLE_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    KEYED_ROWS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """also the container in which the receiver makes the same state"""
@@ -956,6 +957,8 @@ class Record(_message.Message):
     def rows(self) -> Global___RowsAre:
         """tensors are ids, int32, and the rows"""
 
+    @_builtins.property
+    def keyed_rows(self) -> Global___KeyedRowsAre: ...
     def __init__(
         self,
         *,
@@ -965,17 +968,46 @@ class Record(_message.Message):
         table: Global___HashSpec | None = ...,
         node: Global___NodeRan | None = ...,
         rows: Global___RowsAre | None = ...,
+        keyed_rows: Global___KeyedRowsAre | None = ...,
         version: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "rows", b"rows", "table", b"table", "variable", b"variable", "what", b"what"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["keyed_rows", b"keyed_rows", "node", b"node", "rows", b"rows", "table", b"table", "variable", b"variable", "what", b"what"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "number", b"number", "rows", b"rows", "stream", b"stream", "table", b"table", "variable", b"variable", "version", b"version", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keyed_rows", b"keyed_rows", "node", b"node", "number", b"number", "rows", b"rows", "stream", b"stream", "table", b"table", "variable", b"variable", "version", b"version", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["variable", "table", "node", "rows"]  # noqa: Y015
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["variable", "table", "node", "rows", "keyed_rows"]  # noqa: Y015
     _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
 
 Global___Record: _TypeAlias = Record  # noqa: Y015
+
+@_typing.final
+class KeyedRowsAre(_message.Message):
+    """Rows of a hash table by their places: tensors are places (int32, ascending), keys,
+    versions of last lookups (0: no key), numbers of lookups, and each column. If it ends:
+    counters (int64), places that are free again, and what is counted for admission.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    ENDS_FIELD_NUMBER: _builtins.int
+    ends: _builtins.bool
+    @_builtins.property
+    def table(self) -> Global___HashSpec: ...
+    def __init__(
+        self,
+        *,
+        table: Global___HashSpec | None = ...,
+        ends: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["table", b"table"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeyedRowsAre: _TypeAlias = KeyedRowsAre  # noqa: Y015
 
 @_typing.final
 class RowsAre(_message.Message):

@@ -4,7 +4,7 @@ import numpy as np
 
 from jgraph.errors import MalformedMessageError
 from jgraph.graph.rows.hash_spec import HashSpec
-from jgraph.plan.program.replay import NodeRan, Record, RowsAre, What
+from jgraph.plan.program.replay import KeyedRowsAre, NodeRan, Record, RowsAre, What
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
@@ -28,6 +28,9 @@ def record_to(stream: str, record: Record) -> Frame:
             body.rows.CopyFrom(pb.RowsAre(variable=name, rows=rows))
         case HashSpec() as spec:
             body.table.CopyFrom(table_to(spec))
+        case KeyedRowsAre(spec, ends):
+            keyed = pb.KeyedRowsAre(table=table_to(spec), ends=ends)
+            body.keyed_rows.CopyFrom(keyed)
         case NodeRan(program, node):
             body.node.CopyFrom(pb.NodeRan(program=program, node=node))
     return frame(record=body, tensors=tuple(record.arrays))
@@ -51,6 +54,8 @@ def record_from(received: Frame) -> Record:
             what = RowsAre(str(body.rows.variable), int(body.rows.rows))
         case "table":
             what = table_from(body.table)
+        case "keyed_rows":
+            what = KeyedRowsAre(table_from(body.keyed_rows.table), body.keyed_rows.ends)
         case "node":
             what = NodeRan(body.node.program, body.node.node)
         case kind:

@@ -3,7 +3,8 @@
 Rows are copied a part at a time; which of them are written meanwhile is marked, and
 those are copied again. What is left is small once they are copied about as fast as
 they are written, and only that is copied while nothing changes. A variable that is
-small, or written whole, is left for then altogether.
+small, or written whole, is left for then altogether. Rows of a hash table are copied by
+their places: so the copy has the same keys at the same places, and goes on alike.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,9 +14,9 @@ from typing import Any, Final, final
 import numpy as np
 
 from jgraph.plan.program.nodes import ValueType
-from jgraph.plan.program.replay import RowsAre
+from jgraph.plan.program.replay import KeyedRowsAre, RowsAre
 from jgraph.plan.program.row_values import aligned_empty
-from jgraph.runtime.store.entry import Entry, RowMarks, held
+from jgraph.runtime.store.entry import Entry, HashEntry, RowMarks, held
 from jgraph.runtime.store.store import VariableStore
 from jgraph.runtime.store.tables import on_cpu
 
@@ -31,11 +32,11 @@ class Part:
     """What is copied at once.
 
     Attributes:
-      what: rows of a variable, or its name if it is whole.
+      what: rows of a variable or of a hash table, or a variable's name if it is whole.
       arrays: as in a ``Record``.
     """
 
-    what: RowsAre | str
+    what: RowsAre | KeyedRowsAre | str
     arrays: Sequence[np.ndarray[Any, Any]]
 
     @property
@@ -70,6 +71,8 @@ class AheadCopy:
     container: str
     names: Sequence[str]
     _entries: dict[str, Entry] = field(init=False)
+    _tables: dict[str, HashEntry] = field(init=False, default_factory=dict)
+    _high: dict[str, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._entries = self._found()
@@ -77,11 +80,14 @@ class AheadCopy:
             with held([entry]):
                 if _goes_ahead(entry):
                     entry.marks = RowMarks(entry.stored_type.shape[0], entry.version)
+        self._begin_tables()
 
     @property
     def remainder(self) -> int:
         """Bytes of the rows that are to be copied again; of no whole variable."""
-        return sum(
+        shards = [table.shard for table in self._tables.values()]
+        keyed = sum(len(shard.marked) * shard.row_nbytes for shard in shards)
+        return keyed + sum(
             int(np.count_nonzero(entry.marks.rows)) * _row_bytes(entry)
             for entry in self._entries.values()
             if entry.is_marked and entry.marks is not None
@@ -89,6 +95,8 @@ class AheadCopy:
 
     def parts(self) -> Iterator[Part]:
         """Copies rows that have changed since they were copied, part by part."""
+        for table in self._tables.values():
+            yield from self._keyed(table)
         for name, entry in self._entries.items():
             if entry.is_marked and entry.marks is not None:
                 ids = np.flatnonzero(entry.marks.rows).astype(np.int32)
@@ -105,7 +113,12 @@ class AheadCopy:
         same = {n: e for n, e in self._entries.items() if now.get(n) is e}
         ahead = {name for name, entry in same.items() if entry.is_marked}
         self._entries = {name: same[name] for name in sorted(ahead)}
+        self._begin_tables()
         yield from self.parts()
+        for table in self._tables.values():
+            with held([table]):
+                ends = table.shard.ends()
+            yield Part(KeyedRowsAre(table.shard.spec, ends=True), ends)
         for name, entry in now.items():
             if name not in ahead:
                 with held([entry]):
@@ -115,6 +128,29 @@ class AheadCopy:
         """Marks nothing any more."""
         for entry in self._entries.values():
             entry.marks = None
+        for table in self._tables.values():
+            table.shard.marks = None
+
+    def _begin_tables(self) -> None:
+        """Looks for hash tables; what was copied of one that is not there is wrong."""
+        found = self.store.tables_of(self.container, self.names)
+        for table in found:
+            name = table.shard.spec.name
+            known = self._tables.get(name)
+            if known is None or known.shard is not table.shard:
+                with held([table]):
+                    table.shard.mark(self._high.get(name, 0))
+        self._tables = {table.shard.spec.name: table for table in found}
+
+    def _keyed(self, table: HashEntry) -> Iterator[Part]:
+        shard = table.shard
+        ids, most = shard.marked, max(1, PART_BYTES // shard.row_nbytes)
+        for first in range(0, len(ids), most):
+            with held([table]):
+                arrays = shard.copied(ids[first : first + most])
+            name = shard.spec.name
+            self._high[name] = max(self._high.get(name, 0), 1 + int(arrays[0][-1]))
+            yield Part(KeyedRowsAre(shard.spec, ends=False), arrays)
 
     def _found(self) -> dict[str, Entry]:
         return self.store.entries(self.container, self.names)

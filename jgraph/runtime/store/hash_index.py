@@ -17,6 +17,7 @@ import numpy as np
 from jgraph.graph.rows.hash_keys import Keys, hash_keys
 
 Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
+Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
 ABSENT = -1
 """In place of the row of a key that has none."""
@@ -100,6 +101,48 @@ class HashIndex:
         self._slots[slots] = _GONE
         self._size -= len(rows)
         self._returned = np.concatenate([rows.astype(np.int32), self._returned])
+
+    def follow(self, rows: Rows, keys: Keys, there: Flags, before: Flags) -> None:
+        """Gives rows the keys that they have in another index, of which this is a copy.
+
+        Until all rows are as they are there a key may have two of them: nothing is to
+        be looked up before ``end``.
+
+        Args:
+          rows: int32[n], each once.
+          keys: of these rows.
+          there: which of them have their key in the other index.
+          before: which of them have one here.
+        """
+        self._leave(rows[before])
+        self._keys[rows] = keys
+        new = rows[there]
+        self._size += len(new)
+        if 3 * (self._used + len(new)) > 2 * len(self._slots):
+            self._rebuild(new)
+        else:
+            self._place(new)
+
+    def end(self, high: int, returned: Rows) -> None:
+        """Takes from the other index which rows are used next; all keys are there."""
+        self.high, self._returned = high, returned.astype(np.int32)
+
+    @property
+    def returned(self) -> Rows:
+        """Rows of removed keys, those that are used again first at the front."""
+        return self._returned
+
+    def _leave(self, rows: Rows) -> None:
+        """Forgets the keys of these rows, of which others may have the same."""
+        mask = len(self._slots) - 1
+        slots = (hash_keys(self._keys[rows]) & np.uint64(mask)).view(np.int64)
+        step = 0
+        self._size -= len(rows)
+        while len(rows):
+            found = self._slots[slots] == rows
+            self._slots[slots[found]] = _GONE
+            step += 1
+            rows, slots = rows[~found], (slots[~found] + step) & mask
 
     def _probe(self, keys: Keys) -> tuple[Rows, np.ndarray[Any, Any]]:
         """Returns (row or ABSENT, slot where probing ended) of each key."""

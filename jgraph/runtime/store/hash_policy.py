@@ -86,6 +86,16 @@ class CountSketch:
         """Bytes of a sketch."""
         return _DEPTH * width
 
+    @property
+    def state(self) -> tuple[Counts, int]:
+        """The cells, and how many keys were counted since these were halved."""
+        return self._cells, self._added
+
+    def restore(self, cells: Counts, added: int) -> None:
+        """Takes the counts of another sketch of this width."""
+        self._cells[...] = cells
+        self._added = added
+
     def add(self, keys: Keys) -> Counts:
         """Counts each key once more, and returns the counts; 255 stays 255.
 
@@ -114,13 +124,14 @@ class Gate:
 
     def __init__(self, admission: Admission, width: int) -> None:
         self._admission = admission
-        self._sketch = CountSketch(width) if admission.sightings > 1 else None
+        self.sketch = CountSketch(width) if admission.sightings > 1 else None
+        """Of keys without a row; None: they come in at their first lookup."""
 
     def admits(self, keys: Keys, now: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Counts these keys, each given once, and says which of them come in."""
         admitted = np.ones(len(keys), np.bool_)
-        if self._sketch is not None:
-            admitted = self._sketch.add(keys) >= self._admission.sightings
+        if self.sketch is not None:
+            admitted = self.sketch.add(keys) >= self._admission.sightings
         if self._admission.probability < 1:
             # Another version is another draw; the draw is the key's own.
             draw = hash_keys(keys, 1 + now) >> np.uint64(11)

@@ -13,7 +13,7 @@ dropped, or taken by its new row if the key came back.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -39,6 +39,7 @@ State: TypeAlias = dict[str, Array]
 counted), and each column; all of one length."""
 
 _NO_ROW = 0  # zeros take no memory until a row is used
+_NO_COUNTS: Array = np.zeros((0, 0), np.uint8)
 
 
 @final
@@ -93,6 +94,8 @@ class HashShard:
         self.counts = HashCounts()
         self._gate = Gate(spec.admission, sketch_width(self.capacity))
         self._last_lookup: tuple[Keys, Rows] | None = None
+        self.marks: np.ndarray[Any, np.dtype[np.bool_]] | None = None
+        """Which rows have changed, while the shard is copied; see ``copied``."""
         # Address space for all rows; the system gives memory when a row is first used.
         try:
             self._index = HashIndex(self.capacity)
@@ -194,10 +197,10 @@ class HashShard:
         """Replaces the rows of one column, of those keys that have one."""
         rows = self._rows_of(keys)
         there = rows >= 0
-        if there.all():
-            put_rows(self._columns[column], rows, values)
-        else:
-            put_rows(self._columns[column], rows[there], values[there])
+        if not there.all():
+            rows, values = rows[there], values[there]
+        put_rows(self._columns[column], rows, values)
+        self._changed(rows)
 
     def updated(self, keys: Keys) -> None:
         """Ends an update of the columns of these keys: the next version begins."""
@@ -229,6 +232,7 @@ class HashShard:
 
         What was counted of keys without a row, for admission, is forgotten.
         """
+        high = self._index.high
         self._gate = Gate(self.spec.admission, sketch_width(self.capacity))
         self._index, self._last_lookup = HashIndex(self.capacity), None
         self._used = np.zeros(self.capacity, np.int64)
@@ -250,6 +254,119 @@ class HashShard:
             self._uses[rows] = state["uses"][survivors]
         for column, values in zip(self.spec.columns, self._columns, strict=True):
             values[rows] = state[column.name][survivors]
+        self._changed(slice(max(high, self._index.high)))
+
+    # ------------------------------------------------------------ copies
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row in a copy."""
+        values = sum(column[:1].nbytes for column in self._columns)
+        return values + 20 + self._uses.itemsize * bool(len(self._uses))
+
+    def mark(self, rows: int = 0) -> None:
+        """Notes from now on which rows change; those that were ever used have.
+
+        Args:
+          rows: so many of them at least.
+        """
+        self.marks = np.zeros(self.capacity, np.bool_)
+        self.marks[: max(rows, self._index.high)] = True
+
+    @property
+    def marked(self) -> Rows:
+        """The rows that have changed since they were copied, ascending."""
+        assert self.marks is not None  # since the copy began
+        return np.flatnonzero(self.marks).astype(np.int32)
+
+    def copied(self, rows: Rows) -> list[Array]:
+        """Returns what rows are, for ``put_copied`` of a shard of the same spec.
+
+        A copy that gets each row that was marked, and then what ``ends`` returns, does
+        for ever what this shard does.
+
+        Args:
+          rows: int32[n], ascending; they are not marked any more.
+
+        Returns:
+          The rows, their keys, last lookups (0: it has no key), numbers of lookups if
+          these are counted, and each column.
+        """
+        if self.marks is not None:
+            self.marks[rows] = False
+        keys, columns = self._index.keys_of(rows), [c[rows] for c in self._columns]
+        uses = self._uses[rows] if len(self._uses) else self._uses
+        return [rows, keys, self._used[rows], uses, *columns]
+
+    def ends(self) -> list[Array]:
+        """Returns all that is not of one row, for ``put_ends``."""
+        cells, added = _NO_COUNTS, 0
+        if self._gate.sketch is not None:
+            cells, added = self._gate.sketch.state
+        index, counts = self._index, astuple(self.counts)
+        numbers = [self.version, self._swept, index.high, added, *counts]
+        return [np.array(numbers, np.int64), index.returned, cells.copy()]
+
+    def put_copied(self, arrays: Sequence[Array]) -> None:
+        """Makes rows what they are in another shard; nobody looks keys up meanwhile.
+
+        Args:
+          arrays: see ``copied``.
+
+        Raises:
+          MalformedMessageError: they are not of such a shard.
+        """
+        none = np.zeros(0, np.int32)
+        self._check(arrays, self.copied(none))
+        rows, keys, used, uses, *columns = arrays
+        ascend = bool((rows[1:] > rows[:-1]).all())
+        if len(rows) and not (ascend and rows[0] >= 0 and rows[-1] < self.capacity):
+            raise self._other()
+        if len({len(a) for a in (rows, keys, used, *columns)}) != 1:
+            raise self._other()
+        self._last_lookup = None
+        self._index.follow(rows, keys, used > _NO_ROW, self._used[rows] > _NO_ROW)
+        self._used[rows] = used
+        if len(self._uses):
+            self._uses[rows] = uses
+        for column, values in zip(self._columns, columns, strict=True):
+            column[rows] = values
+
+    def put_ends(self, arrays: Sequence[Array]) -> None:
+        """Ends a copy: from now on it is a shard like the other.
+
+        Args:
+          arrays: see ``ends``.
+
+        Raises:
+          MalformedMessageError: they are not of such a shard.
+        """
+        self._check(arrays, self.ends())
+        numbers, returned, cells = arrays
+        if len(numbers) != len(self.ends()[0]) or cells.shape != self.ends()[2].shape:
+            raise self._other()
+        self.version, self._swept, high, added, *counts = map(int, numbers)
+        self.counts = HashCounts(*counts)
+        self._index.end(high, returned)
+        if self._gate.sketch is not None:
+            self._gate.sketch.restore(cells, added)
+
+    def _check(self, arrays: Sequence[Array], own: Sequence[Array]) -> None:
+        """Refuses arrays that are not as these, but for how many rows they are of."""
+        if [(a.dtype, a.shape[1:]) for a in arrays] != [
+            (a.dtype, a.shape[1:]) for a in own
+        ]:
+            raise self._other()
+
+    def _other(self) -> MalformedMessageError:
+        return MalformedMessageError(
+            f"rows came that are not those of hash table '{self.spec.name}'; the "
+            "sender's table is another one"
+        )
+
+    def _changed(self, rows: Rows | slice) -> None:
+        if self.marks is not None:
+            self.marks[rows] = True
 
     def _rows_of(self, keys: Keys) -> Rows:
         # A lookup and an update ask for the same keys several times.
@@ -267,6 +384,7 @@ class HashShard:
         if len(self._uses):
             self._uses[rows] += 1
         self.counts.found += len(rows)
+        self._changed(rows)
 
     def _admit(self, keys: Keys) -> Rows:
         """Returns the rows of absent keys, or ``ABSENT``."""
@@ -286,6 +404,7 @@ class HashShard:
                 self._uses[new] = 1
             for column, values in zip(self.spec.columns, self._columns, strict=True):
                 values[new] = initial_rows(unique[chosen], column)
+            self._changed(new)
         return rows[places]
 
     def _make_room(self, count: int) -> None:
@@ -314,6 +433,7 @@ class HashShard:
         self._last_lookup = None
         self._index.remove(rows)
         self._used[rows] = _NO_ROW
+        self._changed(rows)
 
 
 @final

@@ -340,10 +340,12 @@ class VariableStore:
         """Forgets some variables of a container; returns how many it had."""
         with self._lock:
             self._groups.clear()
-            found = [(container, n) for n in names if (container, n) in self._entries]
+            chosen = set(names)
+            found = [(container, n) for n in chosen if (container, n) in self._entries]
             for key in found:
                 del self._entries[key]
-        return len(found)
+            tables = self._tables.forget(container, chosen)
+        return len(found) + tables
 
     def move(self, source: str, target: str, *, beside: bool = False) -> None:
         """Makes all variables of a container those of another, in place of its own.
@@ -360,8 +362,7 @@ class VariableStore:
                     del self._entries[key]
             for key in [key for key in self._entries if key[0] == source]:
                 self._entries[target, key[1]] = self._entries.pop(key)
-            if not beside:
-                self._tables.move(source, target)
+            self._tables.move(source, target, beside=beside)
 
     def table(self) -> list[VariableInfo]:
         """Returns what is stored, sorted by container and name; waits for no update."""
@@ -420,10 +421,19 @@ class VariableStore:
             entry.changed(ids)
 
     def entries(self, container: str, names: Collection[str]) -> dict[str, Entry]:
-        """Returns those of these variables that there are, by name."""
+        """Returns those of these variables that there are, by name; no columns."""
         with self._lock:
             keys = ((container, name) for name in names)
             return {k[1]: self._entries[k] for k in keys if k in self._entries}
+
+    def tables_of(self, container: str, names: Collection[str]) -> list[HashEntry]:
+        """Returns the hash tables among these variables: the parameter of each."""
+        with self._lock:
+            return [
+                self._tables.entry(container, shard.spec.columns[0].name, shard.spec)
+                for owner, shard in self._tables
+                if owner == container and shard.spec.name in names
+            ]
 
     def whole(
         self,
@@ -686,11 +696,25 @@ class HashTables:
             )
         return HashEntry(shard, lock, column)
 
-    def move(self, source: str, target: str) -> None:
-        """Makes the tables of a container those of another, in place of its own."""
-        self.drop([target])
+    def move(self, source: str, target: str, *, beside: bool) -> None:
+        """Makes the tables of a container those of another.
+
+        Args:
+          source: has them.
+          target: is to have them.
+          beside: it keeps its own, but those of the same names.
+        """
+        if not beside:
+            self.drop([target])
         for key in [key for key in self._shards if key[0] == source]:
             self._shards[target, key[1]] = self._shards.pop(key)
+
+    def forget(self, container: str, names: Collection[str]) -> int:
+        """Forgets some tables of a container, by name; returns how many it had."""
+        keys = [k for k in self._shards if k[0] == container and k[1] in names]
+        for key in keys:
+            del self._shards[key]
+        return len(keys)
 
     def drop(self, containers: Collection[str]) -> int:
         """Forgets the tables of these containers (none named: all)."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias, final
 
+import numpy as np
+
 from jgraph.cluster.shard_messages import state_of
 from jgraph.coordination.run.same_version import HeldBack
 from jgraph.errors import CopyLostError, JGError
@@ -14,7 +16,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.graph.rows.hash_spec import HashSpec
 from jgraph.plan.program.nodes import ValueType
 from jgraph.plan.program.program import StoredVariable
-from jgraph.plan.program.replay import NodeRan, Record, RowsAre, changing
+from jgraph.plan.program.replay import KeyedRowsAre, NodeRan, Record, RowsAre, changing
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.record_codec import record_from
 from jgraph.runtime.compute_errors import as_error
@@ -109,6 +111,11 @@ class ChangeApplier:
                 entry = self._store.hash_table(self._container, spec)
                 with entry.lock:
                     entry.shard.restore(state_of(spec, record.arrays))
+            case KeyedRowsAre(spec, ends):
+                entry = self._store.hash_table(self._container, spec)
+                with entry.lock:
+                    put = entry.shard.put_ends if ends else entry.shard.put_copied
+                    put([np.asarray(array) for array in record.arrays])
             case NodeRan(program, node):
                 repeat(self._of(program), node, record.arrays, self._store)
 

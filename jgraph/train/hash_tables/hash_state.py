@@ -18,7 +18,7 @@ from jgraph.graph.rows.hash_keys import join_keys, split_keys
 from jgraph.graph.rows.hash_spec import Column, HashSpec
 from jgraph.runtime.store.hash_rows import np_dtype
 from jgraph.runtime.store.hash_shard import State, reshard
-from jgraph.train.hash_tables.hash_step import ModelTable
+from jgraph.train.hash_tables.hash_step import ModelTable, TableShards
 
 NO_KEYS = np.zeros((1, 2), np.uint32)
 """What a graph has in place of the known keys, which only the servers know."""
@@ -92,13 +92,20 @@ class TrainedTable:
 
 def trained_tables(
     tables: Sequence[ModelTable],
-    specs: Mapping[str, HashSpec],
+    specs: Mapping[str, TableShards],
     container: str,
-    ps: tuple[TaskName, ...],
+    tasks: Mapping[str, tuple[TaskName, ...]],
 ) -> list[TrainedTable]:
-    """Returns the tables of a model that are on these ps; none without specs."""
+    """Returns the tables of a model that are on ps; none without specs.
+
+    Args:
+      tables: of the model.
+      specs: of those that are, by parameter.
+      container: of their variables.
+      tasks: of the shards of each, by parameter.
+    """
     return [
-        TrainedTable(specs[table.rows], table.known, container, ps)
+        TrainedTable(specs[table.rows].spec, table.known, container, tasks[table.rows])
         for table in tables
         if table.rows in specs
     ]

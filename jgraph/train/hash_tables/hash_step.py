@@ -40,35 +40,48 @@ class ModelTable:
         return spec
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class TableShards:
+    """How a hash table is cut.
+
+    Attributes:
+      spec: of any of its shards, without the number of the shard.
+      count: how many there are.
+    """
+
+    spec: HashSpec
+    count: int
+
+
 def table_specs(
     tables: Sequence[ModelTable],
     init: Callable[[Tree], Tree],
     params: Tree,
     groups: Mapping[str, str],
-    shards: int,
-) -> dict[str, HashSpec]:
-    """Returns what each shard of each hash table is, by the table's parameter.
+    shards: Callable[[int], int],
+) -> dict[str, TableShards]:
+    """Returns how each hash table is cut, by the table's parameter.
 
     Args:
       tables: of the model.
       init: of the optimizer.
       params: the parameters, or their shapes and dtypes.
       groups: per variable, in order, the parameter that it belongs to.
-      shards: of each table; 0: nothing holds them.
+      shards: given the budget of a table, in how many it is cut; 0: nothing holds it.
 
     Raises:
       ConfigError: see ``slot_columns`` and ``ModelTable.spec``.
     """
-    if not shards:
-        return {}
     parameters = [name for name in groups if name.startswith("params/")]
     opt = [name for name in groups if name.startswith("opt/")]
     specs = {}
     for table in tables:
         mine = {n: name for n, name in enumerate(opt) if groups[name] == table.rows}
         number = parameters.index(table.rows)
-        slots = slot_columns(init, params, number, mine, table.options.initial)
-        specs[table.rows] = table.spec(slots, shards)
+        if count := shards(table.options.capacity_bytes):
+            slots = slot_columns(init, params, number, mine, table.options.initial)
+            specs[table.rows] = TableShards(table.spec(slots, count), count)
     return specs
 
 

@@ -120,12 +120,13 @@ class RemoteState:
             at_once = self.is_training and total_nbytes(plain) <= KEPT_BYTES
             snapshot = self._hold(plain, at_once=at_once, halted=go_on is not None)
             with releasing_after_an_error(snapshot):
-                arrays: dict[str, Any] = {}
+                rows: dict[str, Any] = {}
                 for table in self.step.tables:
-                    arrays |= self._tables.read(table)
+                    rows |= self._tables.read(table)
                 if go_on is not None and at_once:
                     go_on()
-                arrays |= arrays_of(self.cluster, snapshot, plain)
+                # The known keys are among both, and only the tables know them.
+                arrays = {**arrays_of(self.cluster, snapshot, plain), **rows}
         values = [arrays.get(name) for name in self.step.names]
         return RunSnapshot(values, snapshot.release, is_live=not at_once)
 

@@ -20,11 +20,11 @@ from typing import Any, Final, TypeAlias, final
 from jgraph.errors import ConfigError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName, VariableSpec
-from jgraph.graph.rows.hash_spec import HashSpec
 from jgraph.graph.sharding import Partitioner, Sharding, array_nbytes, sharding_of
 from jgraph.graph.variable import Variable
 from jgraph.plan.placement.rearrange import arrangements
 from jgraph.plan.placement.spread import nbytes_of
+from jgraph.train.hash_tables.hash_step import TableShards
 from jgraph.view.units import bytes_text, count_text
 
 Place: TypeAlias = Callable[[Mapping[str, int]], Mapping[str, TaskName]]
@@ -120,6 +120,17 @@ class ElasticPs:
         shards = -(-array_nbytes(shape, dtype) // piece)
         return [min(shards, shape[0]), *(1 for _ in shape[1:])]
 
+    def shards_of(self, nbytes: int) -> int:
+        """Returns the number of shards of a hash table with a budget of so many bytes.
+
+        A key stays in its shard, however many ps there are.
+
+        Example:
+          >>> ElasticPs(1, 2, 4).shards_of(1 << 30), ElasticPs(1, 2, 4).shards_of(1)
+          (8, 1)
+        """
+        return min(self.vshards * self.most, max(1, nbytes // _MIN_SHARD_BYTES))
+
     def homes(self, sizes: Mapping[str, int]) -> dict[int, dict[str, TaskName]]:
         """Returns where each group is, by the number of ps; counters on the first."""
         counters = [name for name in sizes if not name.startswith("params/")]
@@ -135,7 +146,8 @@ class Arrangement:
       place: where they live; the plan's choice if unset.
       partitioner: into how many shards a parameter is cut; whole if unset.
       partition_strategy: ``"div"`` or ``"mod"``: which rows a shard has.
-      ps: tasks on each of which a hash table has a shard.
+      ps: tasks on each of which a hash table has a shard; where they join and leave,
+        several, as ``elastic`` says.
       owners: hold all but the tables; None: all is placed alike.
       why: they do, or do not, for the plan; empty: the user said so.
       elastic: which ps join and leave; None: none does. Variables are then placed for
@@ -170,7 +182,7 @@ class Arrangement:
         groups: Sequence[str],
         values: Sequence[Any],
         container: str = "",
-        tables: Mapping[str, HashSpec] | None = None,
+        tables: Mapping[str, TableShards] | None = None,
     ) -> tuple[Variable, ...]:
         """Returns a variable for each value.
 
@@ -197,7 +209,8 @@ class Arrangement:
 
         def make(name: str, group: str, devices: Sequence[DeviceSpec] = ()) -> Variable:
             if group in table_shards:
-                return self._column(name, by_name[name], container, table_shards[group])
+                table = table_shards[group]
+                return self._column(name, by_name[name], container, table, devices)
             counts = cuts.get(group)
             shape = _shape(by_name[name])
             if counts is None or shape != _shape(by_name[group]):
@@ -220,7 +233,7 @@ class Arrangement:
             [
                 (variable, group)
                 for variable, group in zip(variables, groups, strict=True)
-                if group not in table_shards
+                if self.elastic is not None or group not in table_shards
             ]
         )
 
@@ -230,7 +243,7 @@ class Arrangement:
 
         return tuple(
             variable
-            if group in table_shards
+            if self.elastic is None and group in table_shards
             else make(name, group, devices(variable, group))
             for variable, (name, group) in zip(variables, pairs, strict=True)
         )
@@ -251,17 +264,28 @@ class Arrangement:
             **{key: self.homes.get(task, task) for key, task in owned.items()},
         }
 
+    def table_shards(self, nbytes: int) -> int:
+        """Returns in how many shards a hash table of such a budget is cut."""
+        return len(self.ps) if self.elastic is None else self.elastic.shards_of(nbytes)
+
     def _column(
-        self, name: str, value: Any, container: str, table: HashSpec
+        self,
+        name: str,
+        value: Any,
+        container: str,
+        table: TableShards,
+        devices: Sequence[DeviceSpec],
     ) -> Variable:
         """Returns a column of a hash table; ``value`` is of one row, and not used."""
-        shape = len(self.ps), *_shape(value)[1:]
+        places = list(devices) or [DeviceSpec.from_string(task) for task in self.ps]
+        if self.elastic is not None and not devices:  # they are placed with all others
+            places = places[:1] * table.count
         return Variable(
             name,
-            (shape, _dtype(value), None),
+            ((len(places), *_shape(value)[1:]), _dtype(value), None),
             container=container,
-            shard_devices=self.ps,
-            table=table,
+            shard_devices=places,
+            table=table.spec,
         )
 
     def _cut(self, name: str, value: Any, total: int) -> list[int] | None:
@@ -313,8 +337,19 @@ def _bytes_of(variables: Sequence[tuple[Variable, str]]) -> dict[str, int]:
     for variable, group in variables:
         for number, spec in enumerate(variable.spec.shards):
             key = _key(group, number)
-            sizes[key] = sizes.get(key, 0) + nbytes_of(spec)
+            sizes[key] = sizes.get(key, 0) + held_nbytes(spec)
     return sizes
+
+
+def held_nbytes(spec: VariableSpec) -> int:
+    """Returns the bytes that a variable, or a shard, may come to hold.
+
+    A hash table has its whole budget at its parameter, and nothing at other columns.
+    """
+    if spec.table is None:
+        return nbytes_of(spec)
+    is_parameter = spec.table.columns[0].name == spec.name
+    return spec.table.capacity_bytes if is_parameter else 0
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from jgraph.graph.ir import TaskName, VariableSpec
 from jgraph.graph.rows.padded_rows import spread_rows
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
-from jgraph.train.hash_tables.hash_state import trained_tables
+from jgraph.train.hash_tables.hash_state import TrainedTable, trained_tables
 from jgraph.train.hash_tables.hash_step import (
     check_lookups,
     refuse_tables,
@@ -47,9 +47,6 @@ from jgraph.train.tables.row_tables import find_row_tables
 _NEEDS_PS: Final = (
     "which lives on parameter servers; use jg.Trainer(…, "
     "cluster=jg.LocalCluster(ps=1, workers=1), strategy=jg.AsyncPS())"
-)
-_STAYS: Final = (
-    "whose rows do not move to ps that join a run; leave out ps= of jg.Elastic(…)"
 )
 
 
@@ -130,13 +127,11 @@ class TrainStep:
             refuse_tables(adapter.tables, _NEEDS_PS)
         names = ["/".join(path) for path in paths]
         of = dict(zip(names, groups, strict=True))
-        specs = table_specs(adapter.tables, self._tx.init, tree["params"], of, len(ps))
-        if arrangement is not None and arrangement.elastic is not None:
-            refuse_tables(adapter.tables, _STAYS)
         self.arrangement = arrangement or Arrangement()
         """How the variables are cut and placed."""
-        self.tables = trained_tables(adapter.tables, specs, container, ps)
-        """The hash tables on parameter servers."""
+        cut = self.arrangement.table_shards
+        specs = table_specs(adapter.tables, self._tx.init, tree["params"], of, cut)
+        self._tables = partial(trained_tables, adapter.tables, specs, container)
         values = [
             on_its_task(state_maker, number, value)
             for number, (_, value) in enumerate(leaves)
@@ -188,6 +183,15 @@ class TrainStep:
     def groups(self) -> dict[str, list[VariableSpec]]:
         """What must live together: a parameter, or a shard, and its optimizer state."""
         return groups_of(self.variables, self._groups)
+
+    @property
+    def tables(self) -> list[TrainedTable]:
+        """The hash tables on parameter servers."""
+        variables = [v for v in self.variables if v.spec.table is not None]
+        tasks = {
+            v.name: tuple(TaskName(str(s.device)) for s in v.shards) for v in variables
+        }
+        return self._tables(tasks)
 
     @property
     def own(self) -> list[Variable]:

@@ -12,11 +12,11 @@ from typing import final
 from jgraph.coordination.step.finite import FiniteCheck
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
-from jgraph.plan.placement.spread import nbytes_of
 from jgraph.plan.plan import Plan
 from jgraph.plan.program.program import Program
 from jgraph.plan.program.replicas import for_replica
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.train.step.arrange import held_nbytes
 from jgraph.train.step.train_step import TrainStep
 
 
@@ -98,7 +98,7 @@ def plan_cuts(
     elastic = step.arrangement.elastic
     assert elastic is not None  # who asks has seen to it
     groups = step.groups
-    sizes = {name: sum(map(nbytes_of, specs)) for name, specs in groups.items()}
+    sizes = {name: sum(map(held_nbytes, specs)) for name, specs in groups.items()}
     homes = elastic.homes(sizes)
     now = len(step.arrangement.ps)
     cuts = {ps: prepared if ps == now else make(step.on(ps)) for ps in homes}

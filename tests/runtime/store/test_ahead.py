@@ -1,15 +1,17 @@
 """Variables are copied while they are used, and the copy is what they are."""
 
 import threading
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jgraph.graph.ir import TaskName
+from jgraph.graph.rows.hash_spec import Column, HashSpec
 from jgraph.plan.program.nodes import ValueType
 from jgraph.plan.program.program import StoredVariable
-from jgraph.plan.program.replay import RowsAre
+from jgraph.plan.program.replay import KeyedRowsAre, RowsAre
 from jgraph.runtime.store.ahead import PART_BYTES, AheadCopy, Part
 from jgraph.runtime.store.entry import RowsOf
 from jgraph.runtime.store.store import VariableStore
@@ -30,6 +32,11 @@ class Copied:
 
     def take(self, part: Part) -> None:
         self.nbytes += part.nbytes
+        if isinstance(part.what, KeyedRowsAre):
+            shard = self.store.hash_table("c", part.what.spec).shard
+            put = shard.put_ends if part.what.ends else shard.put_copied
+            put(part.arrays)
+            return
         if isinstance(part.what, RowsAre):
             ids, rows = part.arrays
             of = {one.name: one for one in ALL}[part.what.name]
@@ -52,6 +59,28 @@ def store() -> VariableStore:
 
 def ahead(store: VariableStore) -> AheadCopy:
     return AheadCopy(store, "c", [one.name for one in ALL])
+
+
+HASHED = HashSpec("ads", (Column("ads", WIDTH), Column("slot", 0, "int32")), 1 << 23)
+
+
+def hash_ahead(store: VariableStore) -> AheadCopy:
+    return AheadCopy(store, "c", ["ads", "slot"])
+
+
+def add_to_keys(store: VariableStore, keys: list[int]) -> None:
+    """A step of training on some keys."""
+    entry, array = store.hash_table("c", HASHED), np.array(keys)
+    with entry.lock:
+        entry.shard.see(array)
+        entry.shard.update(array, lambda rows, count: (rows + 1, count + 1))
+
+
+def check_keys(there: Copied, store: VariableStore) -> None:
+    pairs = [s.hash_table("c", HASHED).shard.state() for s in (there.store, store)]
+    assert len(pairs[0]["keys"]) > 0
+    for name, ours in pairs[0].items():
+        np.testing.assert_array_equal(ours, pairs[1][name])
 
 
 def add_to(store: VariableStore, ids: list[int]) -> None:
@@ -164,3 +193,65 @@ def test_a_copy_of_what_threads_change_is_what_they_made_of_it(
     for part in copy.rest():
         there.take(part)
     there.equals(store)
+
+
+def test_rows_of_a_hash_table_that_are_written_meanwhile_are_copied_again(
+    store: VariableStore,
+) -> None:
+    add_to_keys(store, list(range(20_000)))
+    copy, there = hash_ahead(store), Copied()
+    parts = list(copy.parts())
+    assert len(parts) > 2
+    assert all(part.nbytes <= PART_BYTES for part in parts)
+    for part in parts:
+        there.take(part)
+    assert copy.remainder == 0
+    add_to_keys(store, [5, 2**50])
+    assert copy.remainder == 2 * store.hash_table("c", HASHED).shard.row_nbytes
+    before = there.nbytes
+    for part in copy.rest():
+        there.take(part)
+    assert there.nbytes - before < 2000
+    check_keys(there, store)
+    copy.close()
+    assert store.hash_table("c", HASHED).shard.marks is None
+
+
+def test_a_hash_table_that_is_made_while_others_are_copied_is_copied_whole(
+    store: VariableStore,
+) -> None:
+    copy, there = hash_ahead(store), Copied()
+    assert list(copy.parts()) == []
+    add_to_keys(store, [1, 2])
+    for part in copy.rest():
+        there.take(part)
+    check_keys(there, store)
+
+
+def test_a_hash_table_that_was_made_anew_meanwhile_is_what_it_is_now(
+    store: VariableStore,
+) -> None:
+    add_to_keys(store, list(range(100)))
+    copy, there = hash_ahead(store), Copied()
+    for part in copy.parts():
+        there.take(part)
+    store.forget("c", ["ads"])
+    add_to_keys(store, [7, 1000])
+    for part in copy.rest():
+        there.take(part)
+    check_keys(there, store)
+
+
+def test_a_hash_table_moves_beside_others_and_is_forgotten_by_its_name(
+    store: VariableStore,
+) -> None:
+    add_to_keys(store, [1])
+    other = replace(HASHED, name="more")
+    kept = store.hash_table("there", other).shard
+    store.move("c", "there", beside=True)
+    names = {shard.spec.name for _, shard in store.hash_tables()}
+    assert names == {"ads", "more"}
+    assert store.hash_table("there", other).shard is kept
+    assert [t.shard.spec.name for t in store.tables_of("there", ["ads"])] == ["ads"]
+    assert store.forget("there", ["ads"]) == 1
+    assert [container for container, _ in store.hash_tables()] == ["there"]

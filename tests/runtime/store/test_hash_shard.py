@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, MalformedMessageError
 from jgraph.graph.rows.hash_keys import Keys, shard_of
 from jgraph.graph.rows.hash_spec import Admission, Column, Eviction, HashSpec, Initial
 from jgraph.runtime.store.hash_policy import nbytes_for, rows_within
@@ -258,8 +258,8 @@ def test_budget_counts_everything_that_is_kept(sightings: int) -> None:
     assert len(shard) == shard.capacity > 2_500
     arrays = [*shard._columns, shard._used, shard._uses]
     arrays += [shard._index._keys, shard._index._slots]
-    if shard._gate._sketch is not None:
-        arrays.append(shard._gate._sketch._cells)
+    if shard._gate.sketch is not None:
+        arrays.append(shard._gate.sketch._cells)
     kept = sum(array.nbytes for array in arrays)
     assert 0.75 * spec.capacity_bytes < kept <= shard.nbytes <= spec.capacity_bytes
 
@@ -287,3 +287,91 @@ def test_key_goes_after_as_many_steps_unseen_as_its_time_to_live(ttl: int) -> No
         assert (2 in keys_in(shard)) == (unseen <= ttl)
         shard.update(always, train)
     assert shard.counts.expired == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(BATCHES, st.booleans(), st.integers(0, 4)), min_size=1, max_size=5
+    ),
+    BATCHES,
+    st.sampled_from(["lru", "lfu", "ttl"]),
+    st.sampled_from([Admission(), Admission(2), Admission(probability=0.5)]),
+)
+def test_a_copy_that_was_made_in_parts_goes_on_as_the_shard_does(
+    rounds: list[tuple[list[list[int]], bool, int]],
+    after: list[list[int]],
+    eviction: Eviction,
+    admission: Admission,
+) -> None:
+    """Keys go and come back between parts: at other rows, and some at none."""
+    ttl = 3 if eviction == "ttl" else 0
+    shard = shard_for(5, eviction=eviction, ttl=ttl, admission=admission)
+    copy = HashShard(shard.spec)
+
+    def train_on(one: HashShard, batches: list[list[int]]) -> None:
+        for batch in batches:
+            one.lookup(ints(*batch))
+            one.update(ints(*sorted(set(batch))), train)
+
+    for number, (batches, restores, rows) in enumerate(rounds):
+        train_on(shard, batches)
+        if restores:
+            shard.restore(shard.state())
+        if number == 0:
+            shard.mark()
+        copy.put_copied(shard.copied(shard.marked[:rows]))
+    copy.put_copied(shard.copied(shard.marked))
+    copy.put_ends(shard.ends())
+    assert len(shard.marked) == 0
+    for _ in range(2):
+        ours, theirs = copy.state(), shard.state()
+        for name, values in theirs.items():
+            np.testing.assert_array_equal(ours[name], values)
+        assert (copy.version, copy.counts) == (shard.version, shard.counts)
+        train_on(shard, after)
+        train_on(copy, after)
+
+
+def test_a_copy_of_many_rows_finds_each_of_its_keys() -> None:
+    shard = shard_for(20_000)
+    copy, chance = HashShard(shard.spec), np.random.default_rng(0)
+    shard.mark()
+    for _ in range(8):
+        shard.lookup(chance.integers(0, 60_000, 4000))
+        shard.updated(ints())
+        rows = shard.marked
+        copy.put_copied(shard.copied(rows[: len(rows) // 2]))
+    copy.put_copied(shard.copied(shard.marked))
+    copy.put_ends(shard.ends())
+    assert shard.counts.evicted > 0
+    for name, values in shard.state().items():
+        np.testing.assert_array_equal(copy.state()[name], values)
+    keys = ints(*range(60_000))
+    np.testing.assert_array_equal(copy.take(0, keys), shard.take(0, keys))
+
+
+@pytest.mark.parametrize("bad", range(5))
+def test_rows_that_are_not_of_the_table_are_refused(bad: int) -> None:
+    shard, copy = shard_for(10), shard_for(10)
+    shard.lookup(ints(1, 2, 3))
+    good = shard.copied(np.array([0, 2], np.int32))
+    arrays = [*good]
+    match bad:
+        case 0:
+            arrays[0] = np.array([2, 0], np.int32)  # in no order
+        case 1:
+            arrays[0] = np.array([2, 10], np.int32)  # beyond its rows
+        case 2:
+            arrays[1] = arrays[1][:1]
+        case 3:
+            arrays = arrays[:-1]
+        case 4:
+            arrays[4] = arrays[4].astype(np.float64)
+    with pytest.raises(MalformedMessageError, match="another one"):
+        copy.put_copied(arrays)
+    with pytest.raises(MalformedMessageError, match="another one"):
+        copy.put_ends(shard.ends()[:2])
+    assert len(copy) == 0
+    copy.put_copied(good)
+    assert len(copy) == 2

@@ -15,11 +15,10 @@ from jgraph.client.cluster import Cluster, connect
 from jgraph.errors import ConfigError, RescaleError
 from jgraph.graph.device import TaskName
 from jgraph.runtime.store.ahead import AheadCopy, Part
-from jgraph.server.members.joining import join_cluster
-from jgraph.server.server import Server
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.trainer import Trainer
 from tests.support.counting import BATCH, IDS, Ledger, check_together, trainer
+from tests.support.rescaled import Rescaled, begun
 from tests.support.servers import Servers
 from tests.support.waiting import wait_until
 
@@ -69,47 +68,6 @@ def cluster() -> Iterator[Cluster]:
     with connect(servers.servers[0].target, timeout_s=20) as cluster:
         yield cluster
     servers.stop()
-
-
-class Rescaled:
-    """Lets ps join and leave the run of a cluster."""
-
-    def __init__(self, cluster: Cluster, run: Any) -> None:
-        self._cluster, self._run = cluster, run
-        self.servers: list[Server] = []
-
-    def to(self, ps: int) -> None:
-        """Waits until the variables lie on so many ps, and some steps are done."""
-        while len(self.servers) + 1 < ps:
-            self.servers.append(join_cluster(self._cluster.target, "ps"))
-        for server in reversed(self.servers[ps - 1 :]):
-            self._cluster.announce(server.task)
-        wait_until(lambda: self.now == ps)
-        for _ in self.servers[ps - 1 :]:
-            self.servers.pop().stop(1.0)
-        self._cluster.refresh()
-        until = self._run.steps + 10
-        wait_until(lambda: self._run.steps >= until or self._run.state != "running")
-        assert self._run.state == "running"
-
-    @property
-    def now(self) -> int:
-        """On how many ps the variables lie."""
-        return next(r.ps for r in self._cluster.runs() if r.state == "running")
-
-    def end(self) -> None:
-        self._run.stop()
-        self._run.wait(30)
-
-    def stop(self) -> None:
-        for server in self.servers:
-            server.stop(0.0)
-
-
-def begun(cluster: Cluster, there: Trainer, data: Any, batch: int) -> Any:
-    run = there.fit(data, steps=10**6, batch_size=batch, block=False, progress=False)
-    wait_until(lambda: run.steps >= 10)
-    return run
 
 
 @pytest.mark.row(45)
