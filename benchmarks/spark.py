@@ -4,9 +4,11 @@ One JSON line each; ``--rows`` prints them as rows of a table, in this order.
 
 - ``ready``: seconds until ``jg.SparkCluster`` serves in a session that has slots, and
   ``jg.LocalCluster`` of as many tasks in turns with it.
-- ``reading``: the share of a step that reading takes: steps per second with
-  ``jg.Source.spark`` beside those with the same examples as arrays, in turns: with
-  more of them than a worker keeps decoded, and with fewer.
+- ``reading``: the share of a step that reading takes: the time that loops wait for
+  batches, and all time that their tasks read on a core, whether a step waited or not,
+  of the time of the steps. The files are those of ``jg.Source.spark``: more than a
+  worker keeps decoded, in the first epoch; fewer; and as many in one row group, as
+  written elsewhere. The same examples as arrays in turns.
 - ``executor``: seconds from the kill of an executor until its run goes on, with the
   longer of a worker and a ps on it; exactly-once is counted.
 - ``left``: the longest time until no process is left after the driver is killed, after
@@ -21,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,8 @@ from typing import Any
 import numpy as np
 import optax
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 from flax import nnx
 
 import jgraph as jg
@@ -36,7 +41,7 @@ from tests.support.spark_driver import Facts, facts_of, spark_home, start
 
 UNITS = {"ready": "s", "reading": "of a step", "executor": "s", "left": "s"}
 WIDTH, BATCH = 256, 128
-SIZES = {"": 131_072, "_kept": 16_384}
+SIZES = {"": 131_072, "_kept": 16_384, "_one_group": 131_072}
 """Rows of 1 KiB: more than a worker keeps of row groups (64 MiB), and less."""
 END_S = 30.0
 
@@ -91,37 +96,75 @@ def loss(model: Model, batch: Any) -> Any:
     return ((model(batch["x"]) - 1) ** 2).mean()
 
 
-def rate(cluster: Any, data: Any, steps: int) -> float:
-    """Steps per second of a run, the first tenth left out."""
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a run of some steps had to do with its input.
+
+    Attributes:
+      steps_per_s: of all workers.
+      waited: share of the steps' time in which a loop waited for a batch.
+      read: reading on a core, as a share of the steps' time.
+    """
+
+    steps_per_s: float
+    waited: float
+    read: float
+
+
+def read_on_a_core(cluster: Any) -> float:
+    """Seconds that tasks of a cluster have read examples."""
+    tasks = cluster.status().tasks
+    return float(sum(task.busy_s.get("read", 0.0) for task in tasks))
+
+
+def reading_of(cluster: Any, data: Any, steps: int) -> Reading:
+    """Trains, and looks at where the time of the workers went."""
+    workers = cluster.tasks("worker")
+    before = read_on_a_core(cluster)
     with jg.Trainer(Model(), loss, optax.sgd(1e-4), cluster=cluster) as trainer:
         run = trainer.fit(data, steps=steps, batch_size=BATCH, progress=False)
+        parts = [one.seconds for one in run.profile().replicas]
         seconds = np.sort(run.metrics("loss")["seconds"])[steps // 10 :]
-    return float(len(seconds) / (seconds[-1] - seconds[0]))
+    total = sum(sum(one.values()) for one in parts)
+    waited = sum(one.get("input", 0.0) for one in parts)
+    assert len(parts) == len(workers)
+    return Reading(
+        float(len(seconds) / (seconds[-1] - seconds[0])),
+        waited / total,
+        (read_on_a_core(cluster) - before) / total,
+    )
 
 
 def reading(rounds: int, steps: int) -> dict[str, Any]:
     """See above."""
-    from pyspark.sql import functions
-
     found: dict[str, Any] = {}
-    with session("local[3]") as spark:
-        numbers = [functions.rand(seed).cast("float") for seed in range(WIDTH)]
+    with session("local[3]") as spark, tempfile.TemporaryDirectory() as directory:
         for name, rows in SIZES.items():
-            frame = spark.range(0, rows, 1, 8).select(
-                functions.array(*numbers).alias("x")
-            )
-            files = jg.Source.spark(frame)
-            arrays = {"x": np.random.default_rng(0).random((rows, WIDTH), np.float32)}
+            x = np.random.default_rng(0).random((rows, WIDTH), np.float32)
+            ends = np.arange(rows + 1, dtype=np.int32) * WIDTH
+            table = pa.table({"x": pa.ListArray.from_arrays(ends, x.reshape(-1))})
+            if name == "_one_group":
+                pq.write_table(table, f"{directory}/x.parquet", row_group_size=rows)
+                files = jg.Source.parquet(f"{directory}/x.parquet")
+            else:
+                files = jg.Source.spark(spark.createDataFrame(table).repartition(8))
+            ways = {"files": files, "arrays": {"x": x}}
             with jg.SparkCluster(spark, ps=1, workers=2) as cluster:
-                ways = {"files": files, "arrays": arrays}
-                turns = {n: partial(rate, cluster, d, steps) for n, d in ways.items()}
-                rate(cluster, files, steps // 4)
-                rates = measure.take_turns(turns, 2 * rounds)
-            pairs = zip(rates["files"], rates["arrays"], strict=True)
-            shares = [1 - of_files / of_arrays for of_files, of_arrays in pairs]
+                turns = {
+                    way: partial(reading_of, cluster, data, steps)
+                    for way, data in ways.items()
+                }
+                reading_of(cluster, files, steps // 4)
+                took = measure.take_turns(turns, rounds)
+            shares = [one.waited + one.read for one in took["files"]]
             found |= measure.interval(f"share{name}", shares)
             for way in ways:
-                found |= measure.spread(f"{way}{name}_steps_per_s", rates[way])
+                waited = statistics.median(one.waited for one in took[way])
+                read = statistics.median(one.read for one in took[way])
+                found |= {f"{way}{name}_waited": round(waited, 4)}
+                found |= {f"{way}{name}_read_on_a_core": round(read, 4)}
+                rates = [one.steps_per_s for one in took[way]]
+                found |= measure.spread(f"{way}{name}_steps_per_s", rates)
     return found
 
 

@@ -21,7 +21,7 @@ from jgraph.clock import Clock, WallClock
 from jgraph.coordination.watch.alarms import Alarm, plain
 from jgraph.coordination.watch.board import Board
 
-KINDS: Final = ("compute", "update", "lookup", "rows", "copy")
+KINDS: Final = ("compute", "update", "lookup", "rows", "copy", "read")
 """Kinds of work that tasks count the time of; see ``TaskStatus.busy_s``."""
 STYLES: Final = {"critical": "bold red", "warning": "yellow", "notice": "dim"}
 

@@ -188,7 +188,8 @@ class TaskStatus:
       python: version.
       busy_s: CPU seconds since the start: all of ``"process"``, and of that work of the
         kinds ``"lookup"``, ``"update"`` and ``"compute"`` (without XLA's own threads),
-        ``"rows"`` (ids and rows put in order) and ``"copy"`` (to shared memory).
+        ``"rows"`` (ids and rows put in order), ``"copy"`` (to shared memory) and
+        ``"read"`` (examples of the next batches).
       hash_tables: the shards that it has.
       steps: under way, the oldest of each program; see ``ClusterStatus.explain``.
       ways: by task, how frames leave for it now: through ``"shared memory"``, a

@@ -2,7 +2,7 @@
 import { bytes, card, clock, h, number, percent, short, table } from "./dom.js";
 import { curves, heat, lanes, timeline, treemap } from "./charts.js";
 
-const KINDS = ["compute", "update", "lookup", "rows", "copy"];
+const KINDS = ["compute", "update", "lookup", "rows", "copy", "read"];
 const PARTS = ["compute", "pull", "push", "wait", "input", "other"];
 const rows = (of) => Object.entries(of || {}).map(([name, row]) => ({ name, ...row }));
 const newest = (view) => rows(view.runs).sort((a, b) => (a.state === "running") - (b.state === "running")).pop();

@@ -86,9 +86,11 @@ class Keeper:
                     silent = 0
                     if not self._obey():
                         break
-                else:
+                elif not ready:
                     silent += 1
-                    self._tell(beat=True)
+                # Not after pauses alone: the driver, which gives up who is silent, may
+                # speak just before each of them is over.
+                self._tell(beat=True)
         except OSError:
             pass  # the driver is gone, or another Spark task has this place
         finally:

@@ -2,7 +2,8 @@
 
 A row group is decoded as a whole, and becomes arrays once: its columns stay where Arrow
 has put them, and examples are taken from there. Batches of a few examples, and leases
-that end within a row group, then cost a copy and no decoding.
+that end within a row group, then cost a copy and no decoding. What memory has no room
+for is written to a file the second time that it is decoded, and never decoded again.
 """
 
 import threading
@@ -19,9 +20,10 @@ from jgraph.runtime.cost import FEW_CORES, available_cores
 from jgraph.runtime.data.batches import Array, Field
 from jgraph.runtime.data.jax_types import as_jax_type
 from jgraph.runtime.data.record_files import needs
+from jgraph.runtime.data.spilled_arrays import SpilledArrays
 
 KEPT_BYTES: Final = 64 << 20
-"""Of decoded row groups that a reader keeps; a larger one is decoded at each read."""
+"""Of decoded row groups that a reader keeps in memory, those that were read last."""
 
 
 @final
@@ -33,6 +35,7 @@ class ParquetReader:
       columns: those to read; None: all.
       wide: keep 64-bit types.
       kept_bytes: of decoded row groups, those that were read last.
+      spilled_bytes: of those that were decoded twice, in a file; see ``SpilledArrays``.
 
     Raises:
       SourceError: a column that is missing or not of numbers, or another schema.
@@ -46,6 +49,7 @@ class ParquetReader:
         columns: Sequence[str] | None,
         wide: bool,
         kept_bytes: int = KEPT_BYTES,
+        spilled_bytes: int | None = None,
     ) -> None:
         parquet = needs("pyarrow.parquet", "Parquet")
         # One column is one read of the file anyway: none to put together ahead.
@@ -85,6 +89,9 @@ class ParquetReader:
         ]
         self._cache: OrderedDict[tuple[int, int], dict[str, Array]] = OrderedDict()
         self._room = kept_bytes
+        self._spill = SpilledArrays(spilled_bytes)
+        self._spilled: dict[tuple[int, int], dict[str, Array]] = {}
+        self._decoded: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         full = next((i for i, part in enumerate(self.parts) if part.examples), None)
         if full is None:
@@ -122,10 +129,18 @@ class ParquetReader:
         if (arrays := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
             return arrays
+        if (arrays := self._spilled.get(key)) is not None:
+            return arrays
         table = self._opened[part].read_row_groups(
             [number], columns=self._columns, use_threads=self._threads
         )
         arrays = {name: self._array(table, name, part) for name in self._columns}
+        # One that memory never has room for is read again as surely as a lease ends.
+        again = key in self._decoded or _nbytes(arrays) > KEPT_BYTES
+        if again and (spilled := self._spill.keep(arrays)) is not None:
+            self._spilled[key] = spilled
+            return spilled
+        self._decoded.add(key)
         self._keep(key, arrays)
         return arrays
 
@@ -138,7 +153,9 @@ class ParquetReader:
             self._room += _nbytes(oldest)
 
     def _array(self, table: Any, name: str, part: int) -> Array:
-        column = table.column(name).combine_chunks()
+        chunks = table.column(name)
+        whole = chunks.num_chunks == 1  # as ever, and to combine it would copy it
+        column = chunks.chunk(0) if whole else chunks.combine_chunks()
         where = f"column '{name}' of {self._files[part]}"
         if column.null_count:
             raise SourceError(f"{where} has empty values; fill them in")
@@ -146,13 +163,13 @@ class ParquetReader:
             if hasattr(column, "flatten") and column.type.num_fields == 1:
                 flat = column.flatten().to_numpy(zero_copy_only=False)
                 array = flat.reshape(len(column), -1)
-                lengths = np.unique(column.value_lengths())
+                same = _of_one_length(column, array.shape[1])
             else:
                 array = column.to_numpy(zero_copy_only=False)
-                lengths = np.ones(1)
+                same = True
         except ValueError as error:
             raise SourceError(f"{where} has lists of different lengths") from error
-        if len(lengths) > 1:
+        if not same:
             raise SourceError(f"{where} has lists of different lengths; pad them")
         array = as_jax_type(array, where, self._wide)
         field = self.fields.get(name)
@@ -162,6 +179,13 @@ class ParquetReader:
                 f"{field.shape}"
             )
         return array
+
+
+def _of_one_length(lists: Any, length: int) -> bool:
+    """Whether each of the lists of an Arrow array has so many values."""
+    if not hasattr(lists, "offsets"):
+        return True  # a type of lists of one length
+    return bool((np.diff(lists.offsets.to_numpy()) == length).all())
 
 
 def _nbytes(arrays: Mapping[str, Array]) -> int:

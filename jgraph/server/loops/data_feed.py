@@ -86,8 +86,9 @@ class BatchReader:
         )
         self._shell = shell
         self._feeds = feeds or {}
-        self._cost = Cost()
-        self._cost_of_cutting = Cost()  # a hundredth: need not wait for a thread
+        self._cost = Cost(kind="read")
+        # A hundredth of that, which need not wait for a thread.
+        self._cost_of_cutting = Cost(kind="read")
 
     def read(self, lease: Lease, index: int, then: Taken) -> None:
         """Calls ``then`` with a batch, an error, or None if the client has no more."""

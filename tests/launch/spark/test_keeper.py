@@ -16,6 +16,7 @@ import pytest
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import StartError, VersionError
 from jgraph.graph.device import TaskName
+from jgraph.launch.spark import control, keeper
 from jgraph.launch.spark.control import ControlServer
 from jgraph.launch.spark.jobs import _reason
 from jgraph.launch.spark.keeper import serve
@@ -73,10 +74,10 @@ class Driver:
             **changed,
         }
         work: Callable[[], Any] = lambda: list(serve([json.dumps(order)]))
-        keeper = threading.Thread(target=work, name="spark task")
-        self.keepers.append(keeper)
-        keeper.start()
-        return keeper
+        thread = threading.Thread(target=work, name="spark task")
+        self.keepers.append(thread)
+        thread.start()
+        return thread
 
     def begin(self) -> psutil.Process:
         """Starts the server, and returns its process."""
@@ -88,9 +89,9 @@ class Driver:
     def close(self) -> None:
         self.process.close()
         self.control.close()
-        for keeper in self.keepers:
-            keeper.join(WAIT_S)
-            assert not keeper.is_alive()
+        for one in self.keepers:
+            one.join(WAIT_S)
+            assert not one.is_alive()
 
 
 @pytest.fixture
@@ -144,6 +145,19 @@ def test_a_server_ends_with_the_link_of_its_spark_task_and_a_spare_one_takes_ove
     driver.process._has_joined = False  # at any port
     assert driver.begin().is_running()
     assert spare.is_alive()
+
+
+def test_a_spark_task_is_heard_of_however_often_the_driver_speaks(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "BEAT_S", 0.1)  # gives up after a second
+    monkeypatch.setattr(keeper, "BEAT_S", 0.15)
+    spark_task = driver.keep()
+    assert driver.process.wait_link(WAIT_S) == ""
+    link = driver.process.link
+    spark_task.join(1.5)
+    assert spark_task.is_alive()
+    assert driver.process.link is link is not None
 
 
 def test_no_server_is_begun_once_the_application_has_ended(driver: Driver) -> None:

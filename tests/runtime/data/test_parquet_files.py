@@ -10,6 +10,7 @@ from tests.support.data_files import write_parquet
 
 pytest.importorskip("pyarrow.parquet", reason="needs jgraph[data]")
 
+from jgraph.runtime.data import parquet_files
 from jgraph.runtime.data.parquet_files import ParquetReader
 
 GROUP_BYTES = 4 * (4 + 8)  # four rows of an int32 and two float32
@@ -27,13 +28,16 @@ class CountedFile:
         return self._file.read_row_groups(groups, **options)
 
 
-def opened(directory: Path, kept_bytes: int) -> tuple[ParquetReader, CountedFile]:
+def opened(
+    directory: Path, kept_bytes: int, spilled_bytes: int = 0
+) -> tuple[ParquetReader, CountedFile]:
     """Returns a reader of 20 rows in five groups, and what counts its decoding."""
     file = write_parquet(directory / "a.parquet", 0, 20)
-    reader = ParquetReader([file], None, False, kept_bytes)
+    reader = ParquetReader([file], None, False, kept_bytes, spilled_bytes)
     counted = CountedFile(reader._opened[0])
     reader._opened = [counted]
     reader._cache.clear()  # opening reads the first one
+    reader._decoded.clear()
     reader._room = kept_bytes
     return reader, counted
 
@@ -59,9 +63,31 @@ def test_what_is_kept_of_row_groups_has_a_bound(tmp_path: Path) -> None:
     assert reader._room == GROUP_BYTES - 1
 
 
+def test_a_row_group_that_memory_has_no_room_for_is_decoded_twice_at_most(
+    tmp_path: Path,
+) -> None:
+    reader, file = opened(tmp_path, 0, 1 << 20)
+    for _ in range(3):
+        assert reader.read(0, np.array([2, 5]))["y"].tolist() == [2, 5]
+    assert file.decoded == [0, 1, 0, 1]
+
+
+def test_a_row_group_larger_than_all_that_is_kept_is_decoded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet_files, "KEPT_BYTES", GROUP_BYTES - 1)
+    reader, file = opened(tmp_path, 0, 1 << 20)
+    for row in (5, 4, 7):
+        assert reader.read(0, np.array([row]))["y"].tolist() == [row]
+    assert file.decoded == [1]
+
+
+@pytest.mark.parametrize("spilled_bytes", [0, 4096, 1 << 20])
 @pytest.mark.parametrize("kept_bytes", [0, GROUP_BYTES, 3 * GROUP_BYTES, 1 << 20])
-def test_rows_are_the_same_whatever_is_kept(tmp_path: Path, kept_bytes: int) -> None:
-    reader, _ = opened(tmp_path, kept_bytes)
+def test_rows_are_the_same_whatever_is_kept(
+    tmp_path: Path, kept_bytes: int, spilled_bytes: int
+) -> None:
+    reader, _ = opened(tmp_path, kept_bytes, spilled_bytes)
     generator = np.random.default_rng(7)
     for _ in range(50):
         rows = generator.integers(0, 20, generator.integers(1, 12))
