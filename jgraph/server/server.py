@@ -184,7 +184,9 @@ class TaskServer:
             await asyncio.sleep(_LAST_WORDS_S)  # whoever asks meanwhile hears of that
         self.master.runs.hand_over()
         leaving = asyncio.ensure_future(self.master.registrar.say_left(ended=False))
+        ends_s = self.context.clock.now() + grace_s
         await self.service.drain(grace_s)
+        await self.master.runs.wait_handed_over(ends_s - self.context.clock.now())
         await leaving
         await self.master.registrar.say_left(ended=True)
         self.master.runs.leave()

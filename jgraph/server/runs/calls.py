@@ -9,6 +9,7 @@ from typing import Any, Final, final
 from jgraph.clock import Clock
 from jgraph.cluster.deadlines import COMPILE_S
 from jgraph.cluster.methods import Answer
+from jgraph.cluster.polling import Polling
 from jgraph.coordination.run.succession import standbys_of
 from jgraph.errors import ConfigError, FencedError, JGError
 from jgraph.graph.ir import TaskName
@@ -54,6 +55,7 @@ class Runs:
         self._appointed: dict[str, dict[TaskName, str]] = {}
         """Standbys of the runs of this master: task and process."""
         self._working: set[asyncio.Task[None]] = set()
+        self._leaves = False
         self.methods: Mapping[str, Answer] = {
             "Runs": self._own,
             "InheritRun": self._inherit,
@@ -82,10 +84,33 @@ class Runs:
 
     def hand_over(self) -> None:
         """Lets standbys take the runs of this task, which is told to end."""
+        self._leaves = True
         for supervisor in self._supervisors.values():
-            if self._appointed.get(supervisor.name) and not supervisor.record.is_over:
+            if self._has_standby(supervisor):
                 supervisor.hand_over()
                 self._do(self._wait_taken(supervisor))
+
+    async def wait_handed_over(self, grace_s: float) -> None:
+        """Waits until no run needs this task any more, for at most ``grace_s``.
+
+        The master of a run may be lost while this task, its standby, is told to end: it
+        becomes the master then, as it may know what nobody else does.
+        """
+        polling = Polling(_HAND_OVER_S, grace_s, self._clock)
+        while self._is_needed() and await polling.again():
+            pass
+        for standby in self._standbys.values():  # it would be lost at once
+            standby.retire()
+
+    def _is_needed(self) -> bool:
+        elects = any(standby.elects for standby in self._standbys.values())
+        return elects or any(map(self._has_standby, self._supervisors.values()))
+
+    def _has_standby(self, supervisor: RunSupervisor) -> bool:
+        """Whether a run of this master goes on, and another task can take it."""
+        return bool(
+            self._appointed.get(supervisor.name) and not supervisor.record.is_over
+        )
 
     async def _wait_taken(self, supervisor: RunSupervisor) -> None:
         """Asks standbys until one of them has the run, which ends here then."""
@@ -254,6 +279,8 @@ class Runs:
             is_newest = self._standbys.get(run) is standby
             if is_newest:
                 del self._standbys[run]
+        if self._leaves and run in self._supervisors:  # it has become the master
+            self.hand_over()
         if is_newest:
             before = standby.reader
             if before is not None and before is not standby:

@@ -166,12 +166,11 @@ class Rollback:
             drops = (self.workers.drop(one.handle, settle=True) for one in loops)
             await asyncio.gather(*drops)
             try:
-                back_to, checkpoint, left_out = await self._restore(
+                back_to, checkpoint, left_out, now = await self._restore(
                     error, known, loops, name
                 )
             finally:
                 self._restarters.close()
-        now = await version_of(self.peers, self.order)
         changed = [task for task in self.ps.tasks if known[task] != before.get(task)]
         lost = tuple(changed) or lost
         took_s = self.clock.now() - began
@@ -251,7 +250,7 @@ class Rollback:
 
     async def _restore(
         self, error: JGError, known: Known, loops: Sequence[pb.RunLoop], name: str
-    ) -> tuple[int, SavedState | None, frozenset[TaskName]]:
+    ) -> tuple[int, SavedState | None, frozenset[TaskName], int]:
         step = self._step
         polling = Polling(_POLL_S, self.order.wait_s, self.clock)
         number, stopped = 0, False
@@ -280,8 +279,9 @@ class Rollback:
                     zeros = new if saved is None else list(ready)
                     await self._prepare(new, zeros, loops, once)
                     await self._record(loops, left_out, once, step, by)
+                    now = await version_of(self.peers, self.order)
                     known.update({task: ready[task] for task in self.ps.tasks})
-                    return step, saved, left_out
+                    return step, saved, left_out, now
             except (ClusterUnreachableError, TaskLostError) as again:
                 _LOG.info("a task was lost meanwhile: %s", again.message)
             if not await polling.again():

@@ -90,6 +90,7 @@ class Standby:
       standbys: of that master; the first one that is there takes its place.
       supervisor: of the run, if this task is to be its master.
       is_over: the run is, or goes on elsewhere.
+      elects: the master is lost, and this standby may take its place.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Standby:
         self._begins, self._saves = begins, saves
         self.supervisor = RunSupervisor(order, peers, clock)
         self._replay = JournalReplay(order, self.supervisor)
-        self.is_over = False
+        self.is_over = self.elects = self._retired = False
         self._named = asyncio.Event()  # the client does not reach the master
         self._closed = asyncio.Event()
 
@@ -141,6 +142,10 @@ class Standby:
         """Takes the place of a master that a client does not reach, if it is there."""
         self._named.set()
 
+    def retire(self) -> None:
+        """Takes the place of no master any more; others may read what is known here."""
+        self._retired = True
+
     def is_of_another(self, order: pb.OpenRun) -> bool:
         """Whether an invitation is of another master."""
         return (order.master, order.incarnation) != (self.master, self._incarnation)
@@ -162,8 +167,10 @@ class Standby:
                 missed_s = self._clock.now()
                 if self.end_record is not None or await self._is_refused(lost):
                     return
-                if not await self._is_there(lost):
+                self.elects = not await self._is_there(lost)
+                if self.elects:
                     await self._elect(lost, missed_s)
+                self.elects = False
         finally:
             held.cancel()  # lets the master go
 
@@ -211,7 +218,8 @@ class Standby:
                     await self._read(task, answers[task].frames)
                     self.is_over = True
                 case TakeOver(term):
-                    if not await self._take_term(election, lost, term):
+                    takes = not self._retired
+                    if not (takes and await self._take_term(election, lost, term)):
                         await polling.again()
                 case Wait(task):
                     if waits != task:

@@ -36,7 +36,7 @@ class ElasticFaults(Injected):
 
     kinds: tuple[str, ...] = (*OF_MEMBERS, *KILLS, *OF_MEMBERS)
     asked_s: float = -math.inf
-    """When a worker was told to leave."""
+    """When a worker was told to leave, or the registrar was lost: both may be standbys."""
 
     async def all(self) -> None:
         """Brings more about than may happen to a run whose workers stay."""
@@ -69,6 +69,7 @@ class ElasticFaults(Injected):
             case "freeze" | "freeze for long":
                 self.freeze(world, chance.uniform(*FROZEN_S[fault]))
             case "registrar":
+                self.asked_s = world.clock.now()
                 world.kill(world.registrar, chance.uniform(0.1, 3.0))
             case _:
                 await super().one(fault)

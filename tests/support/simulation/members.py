@@ -150,7 +150,8 @@ class ElasticWorld(RunWorld):
         alone = 0
         while True:
             await asyncio.sleep(LOOK_S)
-            alone = 0 if self.staying() else alone + 1
+            works = [one for one in self.staying() if not self.processes[one].hangs_at]
+            alone = 0 if works else alone + 1
             if alone == 10:
                 self.do(self.join())
             with suppress(JGError):
@@ -211,7 +212,9 @@ class ElasticWorld(RunWorld):
     def applied(self, process: RunProcess) -> None:
         """Learns for how long too few workers train, and what came too late."""
         removed_s = self.removed.get(process.incarnation, math.inf)
-        if removed_s < self.clock.now() - REFUSED_S and len(self.masters) == 1:
+        # A master that is lost itself refuses nobody.
+        is_led = len(self.masters) == 1 and self.masters[0].alive
+        if removed_s < self.clock.now() - REFUSED_S and is_led:
             late = f"{process.task} was given up, and what it does counts"
             self.broken.append(AssertionError(late))
         loops = [loop for one in self.processes.values() for loop in one.loops.values()]
@@ -363,11 +366,10 @@ class ElasticWorld(RunWorld):
             self.handle(LeaveAsked(task))
 
     def is_suspicious(self, state: str) -> bool:
-        """Whether the run ended as one batch seems to end its workers."""
-        return (
-            state == "failed"
-            and self.kills >= DEATHS
-            and DataSlotError.code in self.why()
+        """Whether the run ended as one batch, or one step, seems to end its tasks."""
+        return state == "failed" and (
+            (self.kills >= DEATHS and DataSlotError.code in self.why())
+            or "times already" in self.why()
         )
 
     def led_by(self) -> list[TaskName]:

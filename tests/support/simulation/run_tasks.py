@@ -90,6 +90,7 @@ class RunProcess:
         self.drained = asyncio.Event()
         self.joined = False
         self.held_by = 0
+        self.early: dict[str, int] = {}
         self.hangs_at = self.dies_at = ""
         self.steps = 0
         self.applied = set[tuple[str, int]]()
@@ -181,6 +182,7 @@ class RunProcess:
         ending = [loop.over.wait() for loop in self.loops.values()]
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*ending), grace_s)
+        await self.runs.wait_handed_over(grace_s)
         await asyncio.sleep(0.5)  # for what is on its way
 
     def answers(self, method: str, request: Frame) -> AsyncIterator[Frame]:
@@ -299,6 +301,7 @@ class RunProcess:
             raise InvalidProgramError(f"no program '{order.handle}'", task=self.task)
         self.world.begun.append(order.loop)
         loop = self.loops[order.loop] = SimulatedLoop(self, order)
+        loop.halt_asked = self.early.pop(order.loop, 0)
         self.spawn(loop.work())
         async for report in loop.told.stream():
             yield report
@@ -318,7 +321,9 @@ class RunProcess:
             stood = loop is not None and loop.go_on(told.go_on)
             halted = told.go_on if stood else 0
             return frame(loop_report=pb.LoopReport(halted=halted))
-        if loop is not None and told.lost:
+        if loop is None and told.halt and told.loop not in self.ended:
+            self.early[told.loop] = told.halt  # it is told before it begins
+        elif loop is not None and told.lost:
             loop.gone.add(TaskName(told.lost))
         elif loop is not None and told.halt:
             loop.halt_asked = told.halt
