@@ -292,14 +292,15 @@ def trace(seconds: float) -> None:
 
 
 SWITCH: Final = """
-import signal, sys
+import gc, signal, sys
 
 
 def switch(number, frame):
     flight = sys.modules.get("jgraph.runtime.flight")
     if flight is not None:
-        is_on = number == signal.SIGUSR1
-        flight.FlightRecorder.is_on = property(lambda self: is_on)
+        for one in gc.get_objects():
+            if isinstance(one, flight.FlightRecorder):
+                one.is_on = number == signal.SIGUSR1
 
 
 for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -332,7 +333,7 @@ def flight(rounds: int, seconds: float) -> None:
             trace = cluster.trace(last=0.5)
             since = began - trace.began
             count = sum(part.over_s > since for part in trace.parts)
-            assert (count > 50) is (state == "on"), f"{state}, and {count} parts"
+            assert (count > 10) is (state == "on"), f"{state}, and {count} parts"
         work.run(1, 500)
         found = pairs_of(work, rounds * 4, steps, switch)
     measure.emit(

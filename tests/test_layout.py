@@ -27,6 +27,7 @@ PARTICIPLES = re.compile(
 )
 """Say what happened to a value, not what it is."""
 # Built from pieces, so that this file does not find itself.
+CONFLICT = re.compile(r"(<{7}|>{7}) ")
 HOME_PATHS = re.compile(r"/(?:home|root|Users|work|tmp)" + r"/\w")
 NUMERIC_HOST = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 HARMLESS_HOSTS = re.compile(r"127\.0\.0\.\d+|0\.0\.0\.0|10\.0\.0\.\d+|192\.0\.2\.\d+")
@@ -245,3 +246,9 @@ def test_no_file_names_a_path_or_host_of_one_machine() -> None:
         assert not HOME_PATHS.search(text), f"{name(path)} has an absolute path"
         hosts = NUMERIC_HOST.findall(HARMLESS_HOSTS.sub("", text))
         assert not hosts, f"{name(path)} names the hosts {hosts}"
+
+
+def test_no_file_has_both_sides_of_a_conflict() -> None:
+    for path in filter(Path.is_file, texts()):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            assert not CONFLICT.match(line), f"{name(path)} has '{line}'"

@@ -2,6 +2,8 @@
 
 A step notes times as it runs, whoever asks for them later. What is here is the past
 minute or so: after something went wrong, what came before it can still be looked at.
+Steps that take less than a millisecond would make more rows than they are worth: of
+these every second one is noted, or every fourth, until the rows of a second are few.
 """
 
 from array import array
@@ -9,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import nan
+from math import inf, nan
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
@@ -27,6 +29,12 @@ from jgraph.runtime.rendezvous import StepKey
 
 ROWS: Final = 65_536
 """Of 24 bytes, one a node and step: what a task keeps."""
+ROWS_A_SECOND: Final = 5_000
+"""More than these are not noted: at 0.5 us each they are 0.25 % of a core."""
+_LOOK_ROWS: Final = 500
+"""After so many rows, a task looks how fast they come."""
+_MOST_SKIPS: Final = 63
+"""At the least, every 64th step is noted."""
 _NOTE: Final = 3
 """Times that a note stands for."""
 Times: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
@@ -93,7 +101,7 @@ class Flight:
 
     Attributes:
       last: number of the last one.
-      since_s: of what was over later, all is here.
+      since_s: of what was noted and over later, all is here.
       steps: of the steps, handle and step id.
       times: float64[rows, 3], by the task's clock: for each step its nodes, then a row
         with when it was asked for, begun, and over. NaN for what did not happen.
@@ -120,6 +128,8 @@ class FlightRecorder:
 
     def __init__(self, task: TaskName, rows: int = ROWS) -> None:
         self._task = task
+        self.is_on = rows > 0
+        """Whether it keeps anything."""
         self._limit = 3 * rows
         self._size = 0
         self._dropped_s = 0.0
@@ -127,11 +137,11 @@ class FlightRecorder:
         self._programs: dict[str, FlownProgram] = {}
         self.last = 0
         """Number of the last record."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether it keeps anything."""
-        return self._limit > 0
+        self.skips = 0
+        """Steps are not noted whose number has one of these bits: whatever else a task
+        skips, all tasks note the steps whose numbers have many zeros at their ends."""
+        self._began_s = self._all_until_s = -inf
+        self._noted = 0
 
     def registered(self, handle: str, program: Program) -> None:
         """Learns what the nodes of a program are."""
@@ -157,8 +167,27 @@ class FlightRecorder:
         self._records.append((step, stamps))
         self.last += 1
         self._size += len(stamps)
+        self._noted += len(stamps)
+        if self._noted > 3 * _LOOK_ROWS:
+            self._pace(stamps[-1])
         while self._size > self._limit:
             self._drop()
+
+    def note_all(self, until_s: float) -> None:
+        """Notes every step until then, however many there are."""
+        self._all_until_s = max(self._all_until_s, until_s)
+        self.skips = 0
+
+    def _pace(self, now: float) -> None:
+        """Skips more steps where rows came too fast, and fewer where they may."""
+        seconds, rows = now - self._began_s, self._noted / 3
+        self._began_s, self._noted = now, 0
+        if now < self._all_until_s:
+            return
+        if rows > ROWS_A_SECOND * seconds:
+            self.skips = min(2 * self.skips + 1, _MOST_SKIPS)
+        elif rows < ROWS_A_SECOND / 4 * seconds:
+            self.skips >>= 1
 
     def note(self, kind: str, label: str, began_s: float, ended_s: float) -> None:
         """Keeps when something else was done."""

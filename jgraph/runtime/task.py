@@ -322,7 +322,7 @@ class TaskRuntime:
             compute_wait_s=compute_wait_s,
             # Two steps would seem to compute for that long at the same time.
             ahead=0 if compute_wait_s or not ordered else ahead,
-            noted=trace or self.flight.is_on,
+            noted=trace or (self.flight.is_on and not step[1] & self.flight.skips),
         )
         self._steps[step] = run
         if ordered:

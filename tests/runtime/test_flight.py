@@ -1,12 +1,19 @@
 """The flight recorder keeps the last steps of a task, in bounded memory."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.nodes import FeedNode, FetchNode, ValueType
 from jgraph.plan.program.program import Partition, Program
-from jgraph.runtime.flight import FlightRecorder, Stamps, blank_stamps
+from jgraph.runtime.flight import (
+    ROWS_A_SECOND,
+    FlightRecorder,
+    Stamps,
+    blank_stamps,
+)
 
 TASK = TaskName("/job:worker/task:0")
 X = ValueType((4,), "float32")
@@ -70,3 +77,39 @@ def test_a_program_is_known_as_long_as_a_step_of_it_is() -> None:
 def test_a_recorder_that_is_off_keeps_nothing() -> None:
     assert not FlightRecorder(TASK, 0).is_on
     assert not recorder(5, rows=0).after(0).steps
+
+
+def noted(flight: FlightRecorder, every_s: float, began_s: float) -> list[int]:
+    """Runs steps for two seconds; returns which were noted in the last tenth of one."""
+    numbers, late = [], int(1.9 / every_s)
+    for step in range(int(2.0 / every_s)):
+        if not step & flight.skips:
+            flight.step_over(("h", step), stamps(began_s + step * every_s))
+            if step >= late:
+                numbers.append(step)
+    return numbers
+
+
+def test_of_short_steps_so_many_are_noted_as_a_second_may_have_rows() -> None:
+    flight = recorder(0, rows=100_000)
+    numbers = noted(flight, 50e-6, 1.0)  # of three rows each
+    assert {later - earlier for earlier, later in pairwise(numbers)} == {16}
+    assert all(number % 16 == 0 for number in numbers)  # those that other tasks note
+    assert 3 * 10 * len(numbers) <= ROWS_A_SECOND
+
+
+def test_steps_that_grow_longer_are_all_noted_again() -> None:
+    flight = recorder(0, rows=100_000)
+    noted(flight, 50e-6, 1.0)
+    assert len(noted(flight, 5e-3, 3.0)) < 20  # rows are counted before it looks
+    for began_s in np.arange(5.0, 60.0, 2.0):
+        numbers = noted(flight, 5e-3, began_s)
+    assert len(numbers) == 20
+
+
+def test_every_step_is_noted_for_who_asks_for_a_trace() -> None:
+    flight = recorder(0, rows=100_000)
+    noted(flight, 50e-6, 1.0)
+    flight.note_all(until_s=5.0)
+    assert len(noted(flight, 50e-6, 3.0)) == 2000
+    assert len(noted(flight, 50e-6, 5.0)) == 125

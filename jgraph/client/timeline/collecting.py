@@ -98,7 +98,8 @@ class FlightCollector:
         # Waits are by the clock of the loop; the other one only dates what is found.
         began, now = self._clock.now(), asyncio.get_running_loop().time
         ends, looks = now() + seconds, 0
-        await self._look(pb.FlightQuery(no_records=True))
+        whole_s = seconds + _ASK_S  # from here on, how many steps there may be
+        await self._look(pb.FlightQuery(no_records=True, whole_s=whole_s))
         while (remaining_s := ends - now()) > 0:
             await asyncio.sleep(min(remaining_s, _CLOCK_EVERY_S))
             looks += 1
@@ -133,6 +134,7 @@ class FlightCollector:
             last_s=query.last_s,
             known=known,
             no_records=query.no_records,
+            whole_s=query.whole_s,
         )
         sent_s = self._clock.now()
         try:

@@ -1785,12 +1785,15 @@ class FlightQuery(_message.Message):
     LAST_S_FIELD_NUMBER: _builtins.int
     KNOWN_FIELD_NUMBER: _builtins.int
     NO_RECORDS_FIELD_NUMBER: _builtins.int
+    WHOLE_S_FIELD_NUMBER: _builtins.int
     after: _builtins.int
     """records up to this number are known"""
     last_s: _builtins.float
     """none that was over longer ago; 0: all that are kept"""
     no_records: _builtins.bool
     """the times of the answer are all that is asked for"""
+    whole_s: _builtins.float
+    """note every step from now on, for so long"""
     @_builtins.property
     def known(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """handles of which the caller knows the nodes"""
@@ -1802,10 +1805,11 @@ class FlightQuery(_message.Message):
         last_s: _builtins.float = ...,
         known: _abc.Iterable[_builtins.str] | None = ...,
         no_records: _builtins.bool = ...,
+        whole_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "known", b"known", "last_s", b"last_s", "no_records", b"no_records"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "known", b"known", "last_s", b"last_s", "no_records", b"no_records", "whole_s", b"whole_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
