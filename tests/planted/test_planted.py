@@ -154,7 +154,22 @@ BUGS: Final = {
         "server/runs/calls.py",
         "known = self._known(run) or self._supervisors.get(run)",
         "known = self._known(run)",
+        "tests/server/runs/test_calls.py::"
+        "test_a_master_that_was_replaced_says_how_far_it_came",
+    ),
+    "a task that ends takes a run of which the master is lost": Bug(
+        "server/runs/standby.py",
+        "takes = not self._retired",
+        "takes = True",
         f"{MEMBERS}test_no_batch_is_lost_or_comes_twice_whoever_joins_and_leaves",
+        first=302,
+    ),
+    "a run fails if a ps is lost as it has gone back": Bug(
+        "server/runs/rollback.py",
+        "except (ClusterUnreachableError, TaskLostError) as again:",
+        "except CopyLostError as again:",
+        f"{MEMBERS}test_no_batch_is_lost_or_comes_twice_whoever_joins_and_leaves",
+        first=1442,
     ),
     "a run goes on with too few workers": Bug(
         "coordination/run/supervisor.py",

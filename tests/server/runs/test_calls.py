@@ -6,6 +6,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from jgraph.errors import FencedError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -26,6 +27,8 @@ class Inviting:
     def __init__(self) -> None:
         self.invited: asyncio.Queue[pb.OpenRun] = asyncio.Queue()
         self.clock = SetClock()
+        self.taken: FencedError | None = None
+        """Set: the standby has taken the run."""
 
     def tasks(self) -> list[TaskName]:
         """Returns those of the cluster."""
@@ -38,6 +41,8 @@ class Inviting:
         if method == "TaskStatus":
             status = pb.TaskStatus(task=task, state="ready", incarnation=7)
             return frame(task_status=status)
+        if self.taken is not None:
+            raise self.taken
         invited = pb.OpenRun()
         invited.CopyFrom(body_of(request))
         self.invited.put_nowait(invited)
@@ -97,3 +102,54 @@ def test_heir_is_not_invited_to_a_run_whose_journal_is_not_kept_whole(
     run_async(main(), timeout_s=20)
     (said,) = [line for line in caplog.messages if "too long" in line]
     assert "run 'r'" in said
+
+
+TAKEN = FencedError("another task is the master of run 'r'", run="r")
+
+
+def test_a_master_that_was_replaced_says_how_far_it_came() -> None:
+    """It may have noted what none of its standbys has read."""
+
+    async def main() -> None:
+        runs, supervisor = await opened(Inviting())
+        supervisor.record.again(REPORT)
+        supervisor.record.end("failed", TAKEN)
+        query = frame(run_query=pb.RunQuery(run="r"))
+        (reply,) = [one async for one in runs.methods["JournalEnd"](query)]
+        (row,) = body_of(reply).runs
+        assert (row.state, row.frames) == ("replaced", supervisor.record.frames)
+        until = frame(run_query=pb.RunQuery(run="r", until=row.frames))
+        told = [one async for one in runs.methods["RunJournal"](until)]
+        assert len(told) == row.frames == 1
+        runs.close()
+
+    run_async(main(), timeout_s=20)
+
+
+def test_a_master_that_is_told_to_end_waits_until_its_standby_has_its_runs() -> None:
+    async def main() -> None:
+        door = Inviting()
+        runs, supervisor = await opened(door)
+        runs.hand_over()
+        waits = asyncio.ensure_future(runs.wait_handed_over(grace_s=20.0))
+        await door.invited.get()
+        assert not waits.done()
+        assert not supervisor.record.is_over
+        door.taken = TAKEN
+        await waits
+        assert supervisor.is_replaced
+        runs.close()
+
+    run_async(main(), timeout_s=20)
+
+
+def test_a_master_is_not_held_longer_than_its_grace() -> None:
+    async def main() -> None:
+        door = Inviting()
+        runs, supervisor = await opened(door)
+        runs.hand_over()
+        await runs.wait_handed_over(grace_s=0.0)
+        assert not supervisor.record.is_over
+        runs.close()
+
+    run_async(main(), timeout_s=20)

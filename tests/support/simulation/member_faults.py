@@ -36,7 +36,7 @@ class ElasticFaults(Injected):
 
     kinds: tuple[str, ...] = (*OF_MEMBERS, *KILLS, *OF_MEMBERS)
     asked_s: float = -math.inf
-    """When a worker was told to leave, or the registrar killed, which may be standbys."""
+    """When a worker was told to leave, or the registrar killed: a standby, perhaps."""
 
     async def all(self) -> None:
         """Brings more about than may happen to a run whose workers stay."""
