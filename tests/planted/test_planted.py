@@ -169,7 +169,7 @@ BUGS: Final = {
         "except (ClusterUnreachableError, TaskLostError) as again:",
         "except CopyLostError as again:",
         f"{MEMBERS}test_no_batch_is_lost_or_comes_twice_whoever_joins_and_leaves",
-        first=1442,
+        first=2395,
     ),
     "a run goes on with too few workers": Bug(
         "coordination/run/supervisor.py",
