@@ -1,5 +1,6 @@
 """``jgraph export``, ``serve`` and ``predict``: versions of models, their servers."""
 
+import gc
 import json
 import signal
 import sys
@@ -145,6 +146,7 @@ def serve(
         max_message=max_message,
         max_connections=max_connections,
     )
+    gc.freeze()  # what is loaded stays, and is not looked at for garbage again
     facts = {
         "http": server.url,
         "grpc": server.grpc_target,

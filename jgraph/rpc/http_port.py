@@ -6,7 +6,8 @@ Below the applications that answer: they see requests whose head is here.
 import asyncio
 import json
 import socket
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -16,9 +17,13 @@ from jgraph.errors import HttpRequestError, JGError, OverloadedError, PortInUseE
 HEAD_S: Final = 10.0
 """The head of a request is here by then."""
 HEAD_BYTES: Final = 64 << 10
+DirectAnswer: TypeAlias = tuple[int, Mapping[str, str], bytes]
+"""Status, headers and body."""
+Direct: TypeAlias = Callable[[str, Mapping[str, str], bytes], DirectAnswer | None]
+"""Answers a POST by its path, headers and body; None leaves it to the application."""
 
 
-class _Bounds(asyncio.Protocol):
+class HttpBounds(asyncio.Protocol):
     """Ends connections that are too many, or on which no head of a request comes."""
 
     loop: Any
@@ -37,6 +42,7 @@ class _Bounds(asyncio.Protocol):
         self._has_begun = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Takes a connection, if there is room."""
         super().connection_made(transport)
         self._look_at_head()
         if self._most is not None and len(self.connections) > self._most:
@@ -44,27 +50,30 @@ class _Bounds(asyncio.Protocol):
                 f"{self._most} connections are open already, and more are not taken; "
                 "come again, and close those that you do not need"
             )
-            self._end(429, "Too Many Requests", error)
+            self.end(429, "Too Many Requests", error)
 
     def data_received(self, data: bytes) -> None:
+        """Reads on, for as long as a request may take."""
         if self.transport.is_closing():
             return
-        super().data_received(data)
         self._has_begun = True
+        super().data_received(data)
         self._look_at_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        """Forgets a connection."""
+        self.stop_timer()
         super().connection_lost(exc)
 
     def _look_at_head(self) -> None:
         """Has a head end in time: from when its connection, or its first byte, came."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_timer()
+            self.stop_timer()
         elif self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_S, self._give_up)
 
-    def _stop_timer(self) -> None:
+    def stop_timer(self) -> None:
+        """Waits for no head any more."""
         if self._head_timer is not None:
             self._head_timer.cancel()
         self._head_timer, self._has_begun = None, False
@@ -73,12 +82,13 @@ class _Bounds(asyncio.Protocol):
         if self.transport.is_closing():
             return
         if self._has_begun:
-            late = f"the head of the request was not here in {HEAD_S:g} s"
-            self._end(408, "Request Timeout", HttpRequestError(late))
+            late = f"the request was not here in {HEAD_S:g} s"
+            self.end(408, "Request Timeout", HttpRequestError(late))
         else:  # it may be a connection that is kept for later
             self.transport.close()
 
-    def _end(self, status: int, reason: str, error: JGError) -> None:
+    def end(self, status: int, reason: str, error: JGError) -> None:
+        """Ends the connection with an answer."""
         body = json.dumps({"error": str(error), "code": error.code}).encode()
         retry = "retry-after: 1\r\n" if status == 429 else ""
         head = (
@@ -89,42 +99,8 @@ class _Bounds(asyncio.Protocol):
         self.transport.close()
 
 
-class PlainProtocol(_Bounds, H11Protocol):
+class PlainProtocol(HttpBounds, H11Protocol):
     """HTTP/1.1 by h11, which bounds the bytes of a head itself."""
-
-
-def fast_protocol() -> type[asyncio.Protocol]:
-    """Returns HTTP/1.1 by httptools where it can be had; by h11 elsewhere."""
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    except ImportError:  # there is none for Windows
-        return PlainProtocol
-
-    class FastProtocol(_Bounds, HttpToolsProtocol):
-        """HTTP/1.1 by httptools, with a bound on the bytes of a head."""
-
-        _head_bytes = 0
-        _is_in_head = False
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._is_in_head, self._head_bytes = True, 0
-
-        def on_headers_complete(self) -> None:
-            self._is_in_head = False
-            super().on_headers_complete()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if not self._is_in_head:
-                return
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
-                large = f"the head of a request has {HEAD_BYTES:,} bytes at most"
-                error = HttpRequestError(large)
-                self._end(431, "Request Header Fields Too Large", error)
-
-    return FastProtocol
 
 
 def http_config(
@@ -139,7 +115,7 @@ def http_config(
 
     Args:
       app: answers.
-      protocol: ``PlainProtocol``, or what ``fast_protocol`` returns.
+      protocol: ``PlainProtocol``, or what ``direct_protocol`` returns.
       connections: at most.
       end_s: answers under way are given so long at the end.
       **options: further ones of uvicorn.

@@ -16,7 +16,8 @@ from jgraph.errors import (
     ModelNotReadyError,
     NotAllowedError,
 )
-from jgraph.serving.answering import Fact
+from jgraph.serving.answering import Answered, Fact
+from jgraph.serving.function_queue import FunctionQueue
 from jgraph.serving.served_model import Mirror, ServedModel, ServedVersion
 from jgraph.serving.signature import Array, Signature, TensorSpec, short
 
@@ -29,7 +30,7 @@ EXTENSIONS: Final = ("binary_tensor_data", "model_repository", "statistics")
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
     """What a request gets.
 
@@ -42,6 +43,32 @@ class Answer:
     version: int
     outputs: list[tuple[TensorSpec, Array]]
     facts: Mapping[str, Fact]
+
+
+@final
+@dataclass(slots=True)
+class Asked:
+    """A request that was checked.
+
+    Attributes:
+      version: answers it; it is held by ``ServedModel.routed``.
+      signature: name of the function; the default one if empty.
+      values: its inputs, by name.
+      places: which outputs are wanted.
+      queue: of the function.
+      inputs: in its order.
+      rows: how many.
+      deadline: the answer is of use until then.
+    """
+
+    version: ServedVersion
+    signature: str
+    values: Mapping[str, Array]
+    places: Sequence[int]
+    queue: FunctionQueue
+    inputs: list[Array]
+    rows: int
+    deadline: float
 
 
 @final
@@ -98,15 +125,15 @@ class Models:
         except ModelNotReadyError:
             return False
 
-    async def answer(
+    def asked(
         self,
         version: ServedVersion,
         signature: str,
         values: Mapping[str, Array],
         outputs: Iterable[str] = (),
         timeout_s: float | None = None,
-    ) -> Answer:
-        """Returns the outputs of a function.
+    ) -> Asked:
+        """Returns a request that was checked, to be answered.
 
         Args:
           version: one that is held by ``ServedModel.routed``.
@@ -116,20 +143,49 @@ class Models:
           timeout_s: how long the answer is of use; as the model says if unset.
 
         Raises:
-          JGError: what is wrong with the request, or that it cannot be now.
+          ModelInputError: what is wrong with the request.
         """
-        function = version.loaded.function(signature)
-        one = function.signature
+        one = version.loaded.function(signature).signature
         inputs, rows = one.ordered(values)
-        places = one.chosen(outputs)
-        now = self.clock.now()
-        deadline = now + min(timeout_s or version.timeout_s, _LONGEST_S)
+        deadline = self.clock.now() + min(timeout_s or version.timeout_s, _LONGEST_S)
         queue = version.queues[signature or version.loaded.default]
-        found = await queue.answer(inputs, rows, deadline)
+        return Asked(
+            version,
+            signature,
+            values,
+            one.chosen(outputs),
+            queue,
+            inputs,
+            rows,
+            deadline,
+        )
+
+    def at_once(self, asked: Asked) -> Answer | None:
+        """Returns the answer to a request that need not wait; None to one that must.
+
+        Raises:
+          JGError: it cannot be answered.
+        """
+        found = asked.queue.at_once(asked.inputs, asked.rows, asked.deadline)
+        return None if found is None else self._answer(asked, found)
+
+    async def answer(self, asked: Asked) -> Answer:
+        """Returns the answer to a request.
+
+        Raises:
+          JGError: it cannot be answered now.
+        """
+        queue = asked.queue
+        found = await queue.answer(asked.inputs, asked.rows, asked.deadline)
+        return self._answer(asked, found)
+
+    def _answer(self, asked: Asked, answered: Answered) -> Answer:
+        version = asked.version
         if version.mirror is not None:
-            self._mirror(version, signature, values, found.outputs)
-        values_of = [(one.outputs[n], found.outputs[n]) for n in places]
-        return Answer(version.number, values_of, found.facts)
+            self._mirror(version, asked.signature, asked.values, answered.outputs)
+        specs = version.loaded.function(asked.signature).signature.outputs
+        outputs = [(specs[n], answered.outputs[n]) for n in asked.places]
+        return Answer(version.number, outputs, answered.facts)
 
     def _mirror(
         self,

@@ -200,8 +200,13 @@ class ModelServer:
         try:
             import uvicorn
 
-            from jgraph.rpc.http_port import bound_socket, fast_protocol, http_config
-            from jgraph.serving.oip_http import HttpDoor, http_app
+            from jgraph.rpc.http_port import bound_socket, http_config
+            from jgraph.serving.oip_http import (
+                HttpDoor,
+                InferenceRoutes,
+                http_app,
+                protocol_of,
+            )
             from jgraph.serving.tf_http import TensorFlowRoutes
         except ImportError as error:
             raise ConfigError(
@@ -214,10 +219,11 @@ class ModelServer:
             max_message=self._max_message,
             is_loopback=is_loopback(self._bind),
         )
+        routes = InferenceRoutes(door)
         files = self._tls and [os.fspath(path) for path in self._tls]
         config = http_config(
-            http_app(door, TensorFlowRoutes(door).routes()),
-            fast_protocol(),
+            http_app(door, routes, TensorFlowRoutes(door).routes()),
+            protocol_of(routes),
             connections=self._max_connections,
             end_s=GRACE_S,
             ssl_certfile=files[0] if files else None,
@@ -321,7 +327,7 @@ class ModelServer:
                 function = routed.loaded.function(signature)
                 values = named(function.signature, x)
                 answer = await self._models.answer(
-                    routed, signature, values, timeout_s=timeout_s
+                    self._models.asked(routed, signature, values, timeout_s=timeout_s)
                 )
             return {spec.name: value for spec, value in answer.outputs}
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import lru_cache
 from typing import Any, Final, TypeAlias, final
 
 import grpc
@@ -70,7 +71,9 @@ class InferenceService:
             "RepositoryModelLoad": (self._load, pb.RepositoryModelLoadRequest),
             "RepositoryModelUnload": (self._unload, pb.RepositoryModelUnloadRequest),
         }
-        serialize = lambda message: message.SerializeToString()
+        serialize = lambda message: (
+            message if isinstance(message, bytes) else message.SerializeToString()
+        )
         open_to_all = {"ServerLive", "ServerReady", "ModelReady"}
         methods: dict[str, Any] = {
             name: grpc.unary_unary_rpc_method_handler(
@@ -134,25 +137,23 @@ class InferenceService:
         found = self._models.metadata(request.name, request.version)
         return pb.ModelMetadataResponse(**found)
 
-    async def _infer(
-        self, request: pb.ModelInferRequest, context: Context
-    ) -> pb.ModelInferResponse:
+    async def _infer(self, request: pb.ModelInferRequest, context: Context) -> bytes:
         return await self._answered(request, context.time_remaining())
 
     async def _answered(
         self, request: pb.ModelInferRequest, left_s: float | None
-    ) -> pb.ModelInferResponse:
-        model = self._models.model(request.model_name)
+    ) -> bytes:
+        """Returns a response as it is sent."""
+        models = self._models
+        model = models.model(request.model_name)
         with model.routed(request.model_version, request.id) as version:
-            options = parameters_of(request.parameters)
+            options = parameters_of(request.parameters) if request.parameters else {}
             name = str(options.get("signature_name", ""))
-            signature = signature_of(version, name)
-            values = inputs_of(request, signature)
+            values = inputs_of(request, signature_of(version, name))
             outputs = [one.name for one in request.outputs]
             timeout_s = asked_timeout(options.get("timeout"), left_s)
-            answer = await self._models.answer(
-                version, name, values, outputs, timeout_s
-            )
+            asked = models.asked(version, name, values, outputs, timeout_s)
+            answer = models.at_once(asked) or await models.answer(asked)
         return _response(request, answer)
 
     async def _stream(
@@ -170,7 +171,8 @@ class InferenceService:
         async def answer(request: pb.ModelInferRequest) -> None:
             try:
                 found = await self._answered(request, context.time_remaining())
-                response = pb.ModelStreamInferResponse(infer_response=found)
+                response = pb.ModelStreamInferResponse()
+                response.infer_response.MergeFromString(found)
             except Exception as error:  # noqa: BLE001  # all have an answer
                 response = pb.ModelStreamInferResponse(
                     error_message=Refusal(error).text
@@ -262,7 +264,7 @@ def inputs_of(request: pb.ModelInferRequest, signature: Signature) -> dict[str, 
                 "raw_input_contents; send one of them"
             )
         else:
-            value = from_raw(spec, one.datatype, one.shape, raw[place])
+            value = from_raw(spec, one.datatype, tuple(one.shape), raw[place])
         put(values, spec, value)
     return values
 
@@ -284,23 +286,57 @@ def _from_contents(spec: TensorSpec, one: Any) -> Array:
     return value.reshape(one.shape)
 
 
-def _response(request: pb.ModelInferRequest, answer: Answer) -> pb.ModelInferResponse:
-    response = pb.ModelInferResponse(
-        model_name=request.model_name,
-        model_version=str(answer.version),
-        id=request.id,
+def _response(request: pb.ModelInferRequest, answer: Answer) -> bytes:
+    """Returns a response as it is sent.
+
+    What many responses have in common is serialized once: the bytes of messages one
+    after the other are those of one message with the fields of both.
+    """
+    fields = [_CONTENTS.get(spec.datatype) for spec, _ in answer.outputs]
+    if not request.raw_input_contents and None not in fields:  # never both
+        return _with_contents(request, answer)
+    outputs = tuple((spec, value.shape) for spec, value in answer.outputs)
+    head = _head(request.model_name, answer.version, outputs)
+    raw = pb.ModelInferResponse(
+        raw_output_contents=[value.tobytes() for _, value in answer.outputs]
     )
+    if request.id or answer.facts:
+        raw.MergeFrom(_named(request, answer))
+    return head + raw.SerializeToString()
+
+
+@lru_cache(256)
+def _head(
+    model: str,
+    version: int,
+    outputs: tuple[tuple[TensorSpec, tuple[int, ...]], ...],
+) -> bytes:
+    """Returns what says which model answers, and with outputs of which shapes."""
+    response = pb.ModelInferResponse(model_name=model, model_version=str(version))
+    for spec, shape in outputs:
+        response.outputs.add(name=spec.name, datatype=spec.datatype, shape=shape)
+    return response.SerializeToString()
+
+
+def _named(request: pb.ModelInferRequest, answer: Answer) -> pb.ModelInferResponse:
+    """Returns the parts of a response that are those of one request."""
+    response = pb.ModelInferResponse(id=request.id)
     for name, fact in answer.facts.items():
         kind = "string_param" if isinstance(fact, str) else "int64_param"
         setattr(response.parameters[name], kind, fact)
-    fields = [_CONTENTS.get(spec.datatype) for spec, _ in answer.outputs]
-    are_raw = bool(request.raw_input_contents) or None in fields
-    for field, (spec, value) in zip(fields, answer.outputs, strict=True):
+    return response
+
+
+def _with_contents(request: pb.ModelInferRequest, answer: Answer) -> bytes:
+    response = _named(request, answer)
+    response.model_name, response.model_version = (
+        request.model_name,
+        str(answer.version),
+    )
+    for spec, value in answer.outputs:
         out = response.outputs.add(
             name=spec.name, datatype=spec.datatype, shape=value.shape
         )
-        if are_raw or field is None:  # never both in one answer
-            response.raw_output_contents.append(value.tobytes())
-        else:
-            getattr(out.contents, field).extend(value.ravel().tolist())
-    return response
+        field = _CONTENTS[spec.datatype]
+        getattr(out.contents, field).extend(value.ravel().tolist())
+    return response.SerializeToString()

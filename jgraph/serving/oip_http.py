@@ -17,10 +17,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jgraph import __version__
 from jgraph.errors import HttpRequestError, MessageTooLargeError, ModelInputError
+from jgraph.rpc.http_port import DirectAnswer, PlainProtocol
 from jgraph.rpc.security.token import METADATA_KEY, Token
 from jgraph.serving.inference import (
     EXTENSIONS,
     Answer,
+    Asked,
     Models,
     asked_timeout,
     checked_size,
@@ -30,7 +32,7 @@ from jgraph.serving.inference import (
     signature_of,
 )
 from jgraph.serving.refusals import Refusal, check_token
-from jgraph.serving.served_model import LABEL, model_row
+from jgraph.serving.served_model import LABEL, ServedVersion, model_row
 from jgraph.serving.signature import (
     MAX_RANK,
     Array,
@@ -48,6 +50,10 @@ _OPEN: Final = re.compile(
     "/v2/(?:health/(?:live|ready)|models/[^/]+(?:/(?:versions|labels)/[^/]+)?/ready)"
 )
 """Paths for balancers, which show no token; a model may be called ``ready`` too."""
+_DIRECT: Final = re.compile(
+    "/v2/models/([^/]+)(?:/versions/([^/]+)|/labels/([^/]+))?/infer"
+)
+"""Paths of inferences, as ``InferenceRoutes.routes`` has them."""
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _TYPES: Final = ("application/json", "application/octet-stream")
 _FORM: Final = "application/x-www-form-urlencoded"
@@ -90,16 +96,23 @@ class HttpDoor:
             if scope["type"] != "http":
                 return
             try:
-                refused = self._refused(Request(scope))
+                # Not the path of request.url, into which old Starlettes put Host.
+                headers = Request(scope).headers
+                refused = self.refused(scope["method"], scope["path"], headers)
             except Exception as error:  # noqa: BLE001  # all have an answer
                 refused = refusal(error)
             await (refused or app)(scope, receive, send)
 
         return guarded
 
-    def _refused(self, request: Request) -> Response | None:
-        # Not the path of request.url, into which old versions of Starlette put Host.
-        headers, path = request.headers, request.scope["path"]
+    def refused(
+        self, method: str, path: str, headers: Mapping[str, str]
+    ) -> Response | None:
+        """Returns why a request is not let in; None: it is.
+
+        Raises:
+          TokenError: it does not show the token.
+        """
         host = headers.get("host", "")
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if self._is_loopback and name not in _LOOPBACK:
@@ -108,7 +121,7 @@ class HttpDoor:
             check_token(headers.get(METADATA_KEY, ""), self._token)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         allowed = (*_TYPES, "", *((_FORM,) if path.startswith("/v1/") else ()))
-        if request.method == "POST" and kind not in allowed:
+        if method == "POST" and kind not in allowed:
             return said(415, f"Content-Type is {kind[:80]}; send {_TYPES[0]}")
         if headers.get("content-encoding", "identity") != "identity":
             return said(415, "bodies are taken as they are, without Content-Encoding")
@@ -215,13 +228,8 @@ def parsed(body: bytes, *, allows_nan: bool) -> dict[str, Any]:
       >>> parsed(b'{"a": [1]}', allows_nan=False)
       {'a': [1]}
     """
-    refuse: Callable[[str], Any] = _no_number
     try:
-        found = json.loads(
-            body.decode(),
-            object_pairs_hook=_unique,
-            parse_constant=None if allows_nan else refuse,
-        )
+        found = (_LOOSE if allows_nan else _STRICT).decode(body.decode())
     except (ValueError, RecursionError) as error:
         raise ModelInputError(f"the body is no JSON object: {error!s:.200}") from error
     if not isinstance(found, dict):
@@ -238,6 +246,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a name is there twice in an object")
     return found
+
+
+_LOOSE: Final = json.JSONDecoder(object_pairs_hook=_unique)
+_STRICT: Final = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_number)
 
 
 def _kind(value: object) -> str:
@@ -348,25 +360,88 @@ class InferenceRoutes:
 
     async def _infer(self, request: Request) -> Response:
         name, body = request.path_params["model"], await self._door.body(request)
-        asked, binary = decoded(body, request.headers.get(HEADER_LENGTH))
-        options = object_in(asked, "parameters")
-        number = asked.get("id", "")
-        if not isinstance(number, str):
-            raise ModelInputError("'id' is a string")
+        inference = _Inference(body, request.headers)
         model = self._models.model(name)
-        key = request.headers.get(KEY, number)
-        with model.routed(version_of(request), key) as version:
-            function = str(options.get("signature_name", ""))
-            signature = signature_of(version, function)
-            values = inputs_of(asked, binary, signature)
-            wanted = wanted_outputs(asked, options)
-            timeout_s = asked_timeout(options.get("timeout"), None)
-            asked_for = self._models.answer(
-                version, function, values, wanted, timeout_s
-            )
-            answer = await while_there(request, asked_for)
-        are_binary = options.get("binary_data_output") is True
-        return _response(name, number, answer, wanted, are_binary=are_binary)
+        with model.routed(version_of(request), inference.key) as version:
+            asked = inference.asked(self._models, version)
+            answer = self._models.at_once(asked)
+            if answer is None:
+                answer = await while_there(request, self._models.answer(asked))
+        headers, content = inference.content(name, answer)
+        return Response(content, headers=headers)
+
+    def direct(
+        self, path: str, headers: Mapping[str, str], body: bytes
+    ) -> DirectAnswer | None:
+        """Returns the answer to a POST whose body is here, if it need not wait.
+
+        Whatever else comes takes the way of all requests, by ``routes``.
+        """
+        found = _DIRECT.fullmatch(path)
+        model = found and self._models.by_name.get(found[1])
+        if not found or model is None or self._models.is_ending:
+            return None
+        try:
+            if refused := self._door.refused("POST", path, headers):
+                return _direct(refused)
+            inference: _Inference | None = None
+            version_name = f"{LABEL}{found[3]}" if found[3] else found[2] or ""
+            if model.is_quick:
+                inference = _Inference(body, headers)
+                with model.routed(version_name, inference.key) as version:
+                    asked = inference.asked(self._models, version)
+                    answer = self._models.at_once(asked)
+                if answer is not None:
+                    return 200, *inference.content(found[1], answer)
+        except Exception as error:  # noqa: BLE001  # all have an answer
+            return _direct(refusal(error))
+        return None
+
+
+def _direct(response: Response) -> DirectAnswer:
+    return response.status_code, response.headers, bytes(response.body)
+
+
+@final
+class _Inference:
+    """A request for an inference: its JSON, and the tensors after it.
+
+    Args:
+      body: of the request.
+      headers: likewise.
+
+    Raises:
+      ModelInputError: it is none.
+    """
+
+    __slots__ = ("_binary", "_json", "_options", "_wanted", "key", "number")
+
+    def __init__(self, body: bytes, headers: Mapping[str, str]) -> None:
+        self._json, self._binary = decoded(body, headers.get(HEADER_LENGTH))
+        self._options = object_in(self._json, "parameters")
+        self._wanted: dict[str, bool] = {}
+        self.number = self._json.get("id", "")
+        if not isinstance(self.number, str):
+            raise ModelInputError("'id' is a string")
+        self.key = headers.get(KEY, self.number)
+
+    def asked(self, models: Models, version: ServedVersion) -> Asked:
+        """Returns it for a version, checked.
+
+        Raises:
+          ModelInputError: it is not what the version takes.
+        """
+        options = self._options
+        function = str(options.get("signature_name", ""))
+        values = inputs_of(self._json, self._binary, signature_of(version, function))
+        self._wanted = wanted_outputs(self._json, options)
+        timeout_s = asked_timeout(options.get("timeout"), None)
+        return models.asked(version, function, values, self._wanted, timeout_s)
+
+    def content(self, name: str, answer: Answer) -> tuple[dict[str, str], bytes]:
+        """Returns the headers and the body of a response."""
+        are_binary = self._options.get("binary_data_output") is True
+        return _content(name, self.number, answer, self._wanted, are_binary=are_binary)
 
 
 def _route(method: str, path: str, handler: Handler) -> Route:
@@ -485,13 +560,14 @@ def wanted_outputs(asked: dict[str, Any], options: dict[str, Any]) -> dict[str, 
 
 def as_list(spec: TensorSpec, value: Array) -> list[Any]:
     """Returns a value as numbers of JSON."""
-    found: list[Any] = value.astype(_WIDE.get(spec.dtype, spec.np_dtype)).tolist()
+    wide = _WIDE.get(spec.dtype)
+    found: list[Any] = (value if wide is None else value.astype(wide)).tolist()
     return found
 
 
-def _response(
+def _content(
     name: str, number: str, answer: Answer, wanted: dict[str, bool], *, are_binary: bool
-) -> Response:
+) -> tuple[dict[str, str], bytes]:
     outputs: list[dict[str, Any]] = []
     raw: list[bytes] = []
     for spec, value in answer.outputs:
@@ -509,18 +585,24 @@ def _response(
         body["id"] = number
     if answer.facts:
         body["parameters"] = dict(answer.facts)
-    text = json.dumps({**body, "outputs": outputs})
+    body["outputs"] = outputs
+    head = json.dumps(body).encode()
     if not raw:
-        return Response(text, media_type="application/json")
-    head = text.encode()
-    return Response(
-        b"".join([head, *raw]),
-        headers={HEADER_LENGTH: str(len(head))},
-        media_type="application/octet-stream",
-    )
+        return {"content-type": _TYPES[0]}, head
+    headers = {"content-type": _TYPES[1], HEADER_LENGTH: str(len(head))}
+    return headers, b"".join([head, *raw])
 
 
-def http_app(door: HttpDoor, more: list[Route]) -> ASGIApp:
+def protocol_of(routes: InferenceRoutes) -> type[asyncio.Protocol]:
+    """Returns how connections are read: by httptools, or h11 where there is none."""
+    try:
+        from jgraph.rpc.http_direct import direct_protocol
+    except ImportError:
+        return PlainProtocol
+    return direct_protocol(routes.direct)
+
+
+def http_app(door: HttpDoor, own: InferenceRoutes, more: list[Route]) -> ASGIApp:
     """Returns the app of a server: this protocol's routes, others', and metrics."""
     models = door.models
     metrics = Metrics(
@@ -535,7 +617,7 @@ def http_app(door: HttpDoor, more: list[Route]) -> ASGIApp:
         return Response(metrics.text(), headers={"Content-Type": kind})
 
     routes = [
-        *InferenceRoutes(door).routes(),
+        *own.routes(),
         *more,
         _route("GET", "/metrics", scraped),
     ]

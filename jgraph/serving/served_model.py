@@ -111,6 +111,11 @@ class ServedVersion:
         return sum(queue.queued_rows for queue in self.queues.values())
 
     @property
+    def is_quick(self) -> bool:
+        """Whether some requests need not wait."""
+        return any(queue.is_quick for queue in self.queues.values())
+
+    @property
     def can_answer(self) -> bool:
         """Whether all that its functions need is there."""
         return all(
@@ -232,6 +237,30 @@ class ExportedVersions:
 
 
 @final
+class _Held:
+    """A version that stays loaded until the block ends.
+
+    Args:
+      version: the version.
+      let_go: is told its number then.
+    """
+
+    __slots__ = ("_let_go", "_version")
+
+    def __init__(self, version: ServedVersion, let_go: Callable[[int], None]) -> None:
+        self._version = version
+        self._let_go = let_go
+
+    def __enter__(self) -> ServedVersion:
+        self._version.under_way += 1
+        return self._version
+
+    def __exit__(self, *exc: object) -> None:
+        self._version.under_way -= 1
+        self._let_go(self._version.number)
+
+
+@final
 class ServedModel:
     """A model of a server; everything but loading happens in the event loop.
 
@@ -337,9 +366,8 @@ class ServedModel:
         loaded, options = self.source.load(version)
         return ServedVersion(version, loaded, options, self._clock, self._threads)
 
-    @contextmanager
-    def routed(self, version: str = "", key: str = "") -> Iterator[ServedVersion]:
-        """Gives the version that a request is for, which stays until the block ends.
+    def routed(self, version: str = "", key: str = "") -> "_Held":
+        """Returns the version that a request is for; it stays until the block ends.
 
         Args:
           version: a number, ``label:NAME``, or empty.
@@ -349,13 +377,7 @@ class ServedModel:
           ModelNotFoundError: there is no such version or label.
           ModelNotReadyError: it cannot answer now.
         """
-        chosen = self._chosen(version, key)
-        chosen.under_way += 1
-        try:
-            yield chosen
-        finally:
-            chosen.under_way -= 1
-            self._end_if_idle(chosen.number)
+        return _Held(self._chosen(version, key), self._end_if_idle)
 
     @contextmanager
     def _mirrored(self, version: int) -> Iterator[ServedVersion | None]:
@@ -428,6 +450,11 @@ class ServedModel:
         """Lets go of what its versions hold elsewhere; they answer no more."""
         for version in self._there.values():
             version.close()
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether some requests to versions of it need not wait."""
+        return any(self._there[number].is_quick for number in self._table.ready)
 
     async def load(self) -> None:
         """Loads the model, what failed before too; returns when it answers.

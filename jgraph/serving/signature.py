@@ -95,16 +95,20 @@ class TensorSpec:
                 f"{self.datatype} ({self.dtype}); nothing is cast: send that",
                 input=self.name,
             )
-        fits = len(shape) == len(self.shape) and all(
-            size >= 0 if wanted is None else size == wanted
-            for size, wanted in zip(shape, self.shape, strict=True)
-        )
-        if not fits:
+        if not self._fits(shape):
             raise ModelInputError(
                 f"input '{self.name}' has the shape {short(shape)}, and the model "
                 f"takes {self}",
                 input=self.name,
             )
+
+    def _fits(self, shape: Sequence[int]) -> bool:
+        if len(shape) != len(self.shape):
+            return False
+        for size, wanted in zip(shape, self.shape, strict=True):
+            if size < 0 if wanted is None else size != wanted:
+                return False
+        return True
 
     def nbytes_of(self, shape: Sequence[int]) -> int:
         """Returns how many bytes a value of such a shape has."""
@@ -203,17 +207,20 @@ class Signature:
           ModelInputError: one is missing, unknown or of another type, or they have
             different numbers of rows.
         """
-        for name in values:
-            self.input(name)
+        if len(values) != len(self.inputs):
+            for name in values:
+                self.input(name)
         found: list[Array] = []
         for spec in self.inputs:
-            if spec.name not in values:
+            value = values.get(spec.name)
+            if value is None:
+                for name in values:  # a wrong name says more than a missing one
+                    self.input(name)
                 raise ModelInputError(
                     f"the input '{spec.name}' is missing; the model takes "
                     f"{listed(self.inputs)}",
                     input=spec.name,
                 )
-            value = values[spec.name]
             is_due = value.dtype == spec.np_dtype  # its name takes longer
             spec.check(spec.dtype if is_due else value.dtype.name, value.shape)
             found.append(value)
@@ -297,7 +304,7 @@ def array_of_numbers(spec: TensorSpec, value: Any) -> Array:
         return array.astype(wanted)
     with np.errstate(over="ignore"):
         cast = array.astype(wanted)
-    if wanted.kind != "b" and np.isfinite(array).all() and not np.isfinite(cast).all():
+    if wanted.kind != "b" and not np.isfinite(cast).all() and np.isfinite(array).all():
         raise _no_numbers(spec, f"has values that {spec.dtype} does not hold")
     return cast
 

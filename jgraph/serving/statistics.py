@@ -61,6 +61,13 @@ class Statistics:
         """Its durations, by name."""
         return {part: getattr(self, part) for part in PARTS}
 
+    def ran_alone(self, seconds: float) -> None:
+        """Counts an execution for one request, which waited for nothing."""
+        self.executions += 1
+        self.queue.count += 1
+        self.compute_input.count += 1
+        self.compute_infer.add(seconds)
+
     def failed(self, code: str, seconds: float) -> None:
         """Counts a request that was refused with an error of this code."""
         self.fail.add(seconds)

@@ -89,8 +89,10 @@ class TensorFlowRoutes:
             name = body.get("signature_name", "")
             signature = signature_of(version, name)
             values, by_rows = inputs_of(body, signature), "instances" in body
-            asked_for = self._models.answer(version, name, values)
-            answer = await while_there(request, asked_for)
+            asked = self._models.asked(version, name, values)
+            answer = self._models.at_once(asked)
+            if answer is None:
+                answer = await while_there(request, self._models.answer(asked))
         # As TensorFlow writes them: NaN and Infinity are words.
         body_out = (
             {"predictions": _rows(answer)} if by_rows else {"outputs": _all(answer)}

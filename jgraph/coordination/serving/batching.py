@@ -191,7 +191,9 @@ class Batching:
             return False
         if not limits.merges:
             return rows <= limits.max_queued_rows
-        return not limits.max_delay_s and rows in limits.buckets
+        if limits.max_delay_s and rows < limits.max_rows:
+            return False  # it waits for others
+        return rows in limits.buckets
 
     def handle(self, event: Event) -> list[Instruction]:
         """Takes an event; returns what to do now."""

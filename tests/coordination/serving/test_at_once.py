@@ -43,6 +43,7 @@ def test_what_runs_at_once_is_the_next_execution_without_padding(
         under_way += [one.slot for one in done if isinstance(one, Execute)]
     now += 0.1
     at_once = machine.runs_at_once(rows, deadline, now)
+    nothing_waits = not machine.queued_rows
     done = machine.handle(Came(99, rows, deadline, now))
     runs = [one for one in done if isinstance(one, Execute)]
     alone = [
@@ -51,4 +52,5 @@ def test_what_runs_at_once_is_the_next_execution_without_padding(
         if [(p.request, p.rows) for p in one.pieces] == [(99, rows)]
         and one.bucket == rows
     ]
-    assert at_once == bool(alone)
+    # Behind what waits it might run at once too, in another slot; it is not let by.
+    assert at_once == (nothing_waits and bool(alone))

@@ -187,13 +187,13 @@ def test_every_answer_says_of_which_update_it_is_and_how_old(live: LiveModel) ->
 
 
 def test_an_id_that_no_row_has_fails_only_its_own_request(live: LiveModel) -> None:
-    model = live.server._models.model("ctr")
+    models = live.server._models
     bad = batch(1) | {"user": np.array([USERS], np.int32)}
 
     async def ask() -> list[Any]:
-        with model.routed() as version:
+        with models.model("ctr").routed() as version:
             answers = [
-                live.server._models.answer(version, "", values)
+                models.answer(models.asked(version, "", values))
                 for values in (batch(1), batch(2), bad, batch(1))
             ]
             return await asyncio.gather(*answers, return_exceptions=True)

@@ -1,0 +1,137 @@
+"""HTTP/1.1 by httptools, whose small requests may be answered where they are read.
+
+A request of uvicorn is a task, a dict for the application and messages to and from it,
+which is half of what an answer costs that is there at once. There is no httptools for
+Windows, and so no such module.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Final, final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from jgraph.errors import HttpRequestError
+from jgraph.rpc.http_port import HEAD_BYTES, Direct, DirectAnswer, HttpBounds
+
+BODY_BYTES: Final = 64 << 10
+"""Of a request that is answered directly, at most."""
+
+
+class FastProtocol(HttpBounds, HttpToolsProtocol):
+    """HTTP/1.1 by httptools, with a bound on the bytes of a head."""
+
+    _head_bytes = 0
+    _is_in_head = False
+    _body: bytearray | None = None
+    """Of a request that may be answered directly, as far as it is here."""
+
+    def answer(
+        self, path: str, headers: Mapping[str, str], body: bytes
+    ) -> DirectAnswer | None:
+        """Returns the answer to a POST that is here; None: the application has it."""
+        return None
+
+    def on_message_begin(self) -> None:
+        """Counts the bytes of a head from here."""
+        super().on_message_begin()
+        self._is_in_head, self._head_bytes = True, 0
+
+    def data_received(self, data: bytes) -> None:
+        """Reads on; a head has a bound."""
+        super().data_received(data)
+        if not self._is_in_head:
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
+            large = f"the head of a request has {HEAD_BYTES:,} bytes at most"
+            error = HttpRequestError(large)
+            self.end(431, "Request Header Fields Too Large", error)
+
+    def on_headers_complete(self) -> None:
+        """Waits for the body of what may be answered directly."""
+        self._is_in_head = False
+        if self._may_be_direct():
+            self._body = bytearray()
+        else:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Takes a part of a body."""
+        if self._body is None:
+            super().on_body(body)
+        else:
+            self._body += body
+
+    def on_message_complete(self) -> None:
+        """Answers, or lets the application do so."""
+        body, self._body = self._body, None
+        if body is not None:
+            if self._is_answered(bytes(body)):
+                return
+            super().on_headers_complete()
+            super().on_body(bytes(body))
+        super().on_message_complete()
+
+    def _may_be_direct(self) -> bool:
+        """Whether a request has nothing of the less usual parts of HTTP."""
+        parser = self.parser
+        if parser.get_method() != b"POST" or parser.get_http_version() != "1.1":
+            return False
+        if self.expect_100_continue or parser.should_upgrade():
+            return False
+        if self.cycle is not None and not self.cycle.response_complete:
+            return False  # answers go out in the order of requests
+        if self.flow.write_paused:
+            return False
+        lengths = [value for name, value in self.headers if name == b"content-length"]
+        return len(lengths) == 1 and 0 < _number(lengths[0]) <= BODY_BYTES
+
+    def _is_answered(self, body: bytes) -> bool:
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in reversed(self.headers)  # the first of a name counts
+        }
+        answer = self.answer(self.url.decode("latin-1"), headers, body)
+        if answer is None:
+            return False
+        self._write(*answer)
+        self.stop_timer()
+        self.on_response_complete()
+        return True
+
+    def _write(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
+        for name, value in self.server_state.default_headers:
+            lines.append(f"{name.decode('latin-1')}: {value.decode('latin-1')}")
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        if "content-length" not in headers:
+            lines.append(f"content-length: {len(body)}")
+        keeps = self.parser.should_keep_alive()
+        if not keeps:
+            lines.append("connection: close")
+        head = "\r\n".join([*lines, "", ""])
+        self.transport.write(head.encode("latin-1") + body)
+        if not keeps:
+            self.transport.close()
+
+
+def direct_protocol(answers: Direct) -> type[asyncio.Protocol]:
+    """Returns a protocol that asks this first, once a small request is here."""
+
+    @final
+    class DirectProtocol(FastProtocol):
+        """One that has it."""
+
+        def answer(
+            self, path: str, headers: Mapping[str, str], body: bytes
+        ) -> DirectAnswer | None:
+            return answers(path, headers, body)
+
+    return DirectProtocol
+
+
+def _number(length: bytes) -> int:
+    """Returns a length; a number that is too long is none of ours."""
+    return int(length) if length.isdigit() and len(length) < 10 else -1
