@@ -1,7 +1,6 @@
 """Small requests over HTTP that are answered where they are read, without a task."""
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -52,7 +51,7 @@ def body_of(**more: Any) -> bytes:
     return json.dumps({"inputs": [X], **more}).encode()
 
 
-def answers(told: bytes) -> list[tuple[int, Mapping[str, str], bytes]]:
+def answers(told: bytes) -> list[tuple[int, dict[str, str], bytes]]:
     """Takes what came over a connection apart."""
     found = []
     while told:
