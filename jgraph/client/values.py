@@ -120,6 +120,14 @@ class VariableValues:
         finally:
             self._programs.unregister(handle)
 
+    def run_program(self, program: Program, nbytes: int) -> None:
+        """Runs a step that moves ``nbytes``, and forgets it."""
+        handle = self._programs.register(program)
+        try:
+            self._programs.run(handle, (), STEP_S + nbytes / _SLOW_BYTES_PER_S)
+        finally:
+            self._programs.unregister(handle)
+
     def prepared(self, program: Program, nbytes: int) -> Callable[[], None]:
         """Compiles a step that moves ``nbytes``; returns what runs it, each time.
 

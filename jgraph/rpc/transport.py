@@ -97,6 +97,9 @@ class Transport(Protocol):
         Raises: as ``call``, and InternalError: there was no reply.
         """
 
+    async def give_back_memory(self) -> None:
+        """Gives memory to the system that was needed for large frames, and is free."""
+
     def statistics(self) -> TransportStatistics:
         """Returns what was sent and received so far."""
 

@@ -27,7 +27,7 @@ from jgraph.runtime.files.shard_files import (
     check_slice,
     fill_slice,
     proven,
-    write_slice,
+    write_rows,
 )
 from jgraph.runtime.store.store import VariableStore
 from jgraph.server.flight_service import FlightService
@@ -125,9 +125,9 @@ def save_shards(
     """
 
     def save(shard: Shard, directory: int) -> Sums:
-        (value,) = store.read([shard.variable])
+        rows = store.reader(shard.variable)
         check_place()
-        return write_slice(directory, shard.rows, value)
+        return write_rows(directory, shard.rows, rows)
 
     body = body_of(request)
     write = [partial(save, shard) for shard in _shards(task, body)]

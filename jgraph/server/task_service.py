@@ -303,8 +303,13 @@ class TaskService:
                 settled = asyncio.Event()
                 run.work.when_settled(settled.set)
                 await settled.wait()
-        await asyncio.to_thread(give_back_memory)
+        await self._give_back_memory()
         yield frame(empty=pb.Empty())
+
+    async def _give_back_memory(self) -> None:
+        """For when work is over that comes once, see ``give_back_memory``."""
+        await self.context.transport.give_back_memory()
+        await asyncio.to_thread(give_back_memory)
 
     def run_at_once(
         self, handle: str, arrays: Sequence[np.ndarray[Any, Any]], limit_s: float
@@ -383,6 +388,7 @@ class TaskService:
         self.records.drop(containers)
         self.gates.drop(containers or list(self.runtime.gates))
         self.loops.forget_data(containers)
+        await self._give_back_memory()
         yield frame(empty=pb.Empty())
 
     async def _move_variables(self, request: Frame) -> AsyncIterator[Frame]:

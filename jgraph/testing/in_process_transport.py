@@ -290,6 +290,9 @@ class InProcessTransport:
         """Counts a frame that was delivered to ``peer``."""
         self._counters.sent(peer, frames=1, nbytes=nbytes)
 
+    async def give_back_memory(self) -> None:
+        """See ``Transport.give_back_memory``; there is none."""
+
     def statistics(self) -> TransportStatistics:
         """Returns what was sent and received so far."""
         return self._counters.snapshot()

@@ -1,12 +1,14 @@
 """Consistent snapshots of variables, taken while training updates them.
 
 One step copies what a task holds to variables beside it: a read of several variables is
-of one moment, and no update waits for more than that. The copies are then read piece by
-piece, or written to files by their tasks, and dropped.
+of one moment, and no update waits for more than that. On a CPU large ones stay where
+they are until they change, and then rows that change are copied (``LentArray``). The
+copies are then read piece by piece, or written to files by their tasks, and dropped.
 """
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self, final
@@ -17,12 +19,13 @@ from jgraph.client.connection import Connection
 from jgraph.client.values import VariableValues, in_pieces, joined, types_of
 from jgraph.client.variables import VariableDirectory, shards_of
 from jgraph.cluster.shard_messages import Shard
-from jgraph.graph.ir import TaskName, VariableKey
+from jgraph.graph.ir import TaskName, VariableKey, VariableSpec
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.placement.spread import nbytes_of
 from jgraph.plan.plan import plan
-from jgraph.plan.program.program import Program, StoredVariable
+from jgraph.plan.program.nodes import FetchNode, Node, ReadNode, WriteNode
+from jgraph.plan.program.program import Partition, Program, StoredVariable
 from jgraph.plan.program.types import to_plain, value_type
 from jgraph.runtime.files.shard_files import Slice
 
@@ -92,7 +95,7 @@ class SnapshotHandle:
 
 @final
 class Snapshots:
-    """Takes snapshots of variables; each needs as much memory again on their tasks."""
+    """Takes snapshots of variables; each takes memory of their tasks for changes."""
 
     def __init__(
         self,
@@ -113,25 +116,13 @@ class Snapshots:
 
     def take(self, variables: Sequence[Variable]) -> SnapshotHandle:
         """Copies variables, those of a task at one moment."""
-        self._variables.look_up(v.spec for v in variables)
-        container = f"snapshot-{uuid.uuid4().hex[:12]}"
-        shards = shards_of(variables)
-        copies = [self._copy(shard, container) for shard in shards]
-
-        def release() -> None:
-            self._cluster.reset(container)
-            for copy in copies:
-                self._variables.tasks.pop(copy.spec.key, None)
-
+        program, handle = self.repeatable(variables, self._cluster.master)
         try:
-            self._values.run_once("snapshot", partial(_copied, shards, copies), shards)
+            self._values.run_program(program, _nbytes(variables))
         except BaseException:
-            release()
+            handle.release()
             raise
-        keys = [shard.spec.key for shard in shards]
-        tasks = {key: self._variables.tasks[key] for key in keys}
-        by_key = dict(zip(keys, copies, strict=True))
-        return SnapshotHandle(self._values, by_key, tasks, release)
+        return handle
 
     def repeatable(
         self, variables: Sequence[Variable], driver: TaskName
@@ -146,28 +137,36 @@ class Snapshots:
         container = f"snapshot-{uuid.uuid4().hex[:12]}"
         shards = shards_of(variables)
         copies = [self._copy(shard, container) for shard in shards]
-        with types_of(shards):
-            graph, _ = trace(partial(_copied, shards, copies), variables=shards)
-            copy_plan = plan(
-                graph,
-                tasks=self._cluster.tasks(),
-                driver=driver,
-                variable_tasks=self._variables.tasks,
-                platforms=self._cluster.platforms,
-            )
+        tasks = [self._variables.tasks[shard.spec.key] for shard in shards]
+        platforms = self._cluster.platforms
+        if all(platforms.get(task) == ("cpu",) for task in tasks):
+            specs = [(s.spec, c.spec) for s, c in zip(shards, copies, strict=True)]
+            program = _copying(zip(tasks, specs, strict=True), driver)
+        else:
+            with types_of(shards):
+                graph, _ = trace(partial(_copied, shards, copies), variables=shards)
+                program = plan(
+                    graph,
+                    tasks=self._cluster.tasks(),
+                    driver=driver,
+                    variable_tasks=self._variables.tasks,
+                    platforms=platforms,
+                ).program
+
+        def release() -> None:
+            self._cluster.reset(container)
+            for copy in copies:
+                self._variables.tasks.pop(copy.spec.key, None)
+
         keys = [shard.spec.key for shard in shards]
-        tasks = {key: self._variables.tasks[key] for key in keys}
         by_key = dict(zip(keys, copies, strict=True))
-        handle = SnapshotHandle(
-            self._values, by_key, tasks, lambda: self._cluster.reset(container)
-        )
-        return copy_plan.program, handle
+        by_task = dict(zip(keys, tasks, strict=True))
+        return program, SnapshotHandle(self._values, by_key, by_task, release)
 
     def prepared(self, variables: Sequence[Variable]) -> Callable[[], SnapshotHandle]:
         """Returns what takes a snapshot at once; each in place of the one before."""
         program, handle = self.repeatable(variables, self._cluster.master)
-        nbytes = sum(nbytes_of(variable.spec) for variable in variables)
-        copy = self._values.prepared(program, nbytes)
+        copy = self._values.prepared(program, _nbytes(variables))
 
         def take() -> SnapshotHandle:
             copy()
@@ -201,8 +200,61 @@ class Snapshots:
         )
 
 
+def _nbytes(variables: Sequence[Variable]) -> int:
+    return sum(nbytes_of(variable.spec) for variable in variables)
+
+
 def _copied(variables: Sequence[Variable], copies: Sequence[Variable]) -> None:
     """Reads all first: what one task holds is one read then."""
     values = [variable[...] for variable in variables]
     for copy, value in zip(copies, values, strict=True):
         copy[...] = value
+
+
+def _copying(
+    pairs: Iterable[tuple[TaskName, tuple[VariableSpec, VariableSpec]]],
+    driver: TaskName,
+) -> Program:
+    """Returns a program without code that copies variables, each task's at a moment.
+
+    Args:
+      pairs: what is copied and to what, with the task of both.
+      driver: starts the steps.
+    """
+    by_task: defaultdict[TaskName, list[tuple[VariableSpec, VariableSpec]]]
+    by_task = defaultdict(list, {driver: []})
+    for task, pair in pairs:
+        by_task[task].append(pair)
+    return Program(
+        name="snapshot",
+        driver=driver,
+        partitions=tuple(
+            _partition(task, by_task[task], drives=task == driver)
+            for task in sorted(by_task)
+        ),
+        segments=(),
+        feeds=(),
+        fetches=(),
+    )
+
+
+def _partition(
+    task: TaskName, pairs: list[tuple[VariableSpec, VariableSpec]], *, drives: bool
+) -> Partition:
+    sources, copies = [s for s, _ in pairs], [c for _, c in pairs]
+    values = tuple(range(len(pairs)))
+    nodes: list[Node] = []
+    if pairs:
+        targets = tuple(range(len(pairs), 2 * len(pairs)))
+        nodes += [ReadNode(values, values), WriteNode(targets, values)]
+    if drives:
+        nodes.append(FetchNode(()))
+    return Partition(
+        task=task,
+        values=tuple(value_type(source.aval) for source in sources),
+        variables=tuple(
+            StoredVariable(v.name, value_type(v.aval), v.container)
+            for v in (*sources, *copies)
+        ),
+        nodes=tuple(nodes),
+    )

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Literal, TypeAlias, final
+from weakref import WeakSet
 
 from jgraph.errors import ConfigError
 from jgraph.graph.device import TaskName
@@ -135,6 +136,7 @@ class GrpcTransport:
         self._max_frame_bytes = max_frame_bytes
         self._hello = hello(task, self.incarnation, protocol)
         self._is_near = same_machine == "auto" and is_supported()
+        self._memories = WeakSet[SendMemory]()
         self._budget = Budget(
             default_limit() if max_shared_bytes is None else max_shared_bytes
         )
@@ -256,7 +258,7 @@ class GrpcTransport:
         if not self._is_near:
             return None
         try:
-            return SendMemory(self._budget)
+            memory = SendMemory(self._budget)
         except OSError as error:
             _logger.info(
                 "Tensors go through streams, not through shared memory: this process "
@@ -265,6 +267,8 @@ class GrpcTransport:
             )
             self._is_near = False
             return None
+        self._memories.add(memory)
+        return memory
 
     async def call(
         self, dst: Address, method: str, request: Frame, *, timeout_s: float
@@ -349,6 +353,11 @@ class GrpcTransport:
 
     def _decoder(self) -> Decoder:
         return Decoder(max_frame_bytes=self._max_frame_bytes, take=self._buffers.take)
+
+    async def give_back_memory(self) -> None:
+        """See ``Transport.give_back_memory``."""
+        for memory in list(self._memories):
+            await memory.give_back()
 
     def statistics(self) -> TransportStatistics:
         """Returns what was sent and received so far."""

@@ -88,8 +88,21 @@ class FreeList:
             self._starts[at], self._sizes[at] = start + nbytes, size - nbytes
         return start
 
+    def take_large(self, least: int) -> list[tuple[int, int]]:
+        """Takes all ranges of at least so many bytes; returns (offset, bytes) of each.
+
+        Example:
+          >>> FreeList(100).take_large(60)
+          [(0, 100)]
+        """
+        found = list(zip(self._starts, self._sizes, strict=True))
+        small = [(start, size) for start, size in found if size < least]
+        self._starts = [start for start, _ in small]
+        self._sizes = [size for _, size in small]
+        return [(start, size) for start, size in found if size >= least]
+
     def give(self, start: int, nbytes: int) -> None:
-        """Makes a range free again that ``take`` gave; joins it with its neighbours."""
+        """Makes a range free again that was taken; joins it with its neighbours."""
         at = bisect.bisect(self._starts, start)
         if at < len(self._starts) and start + nbytes == self._starts[at]:
             nbytes += self._sizes[at]
@@ -165,6 +178,19 @@ class BlockPool:
                 heapq.heappush(self._free_slots, slot)
                 returned += 1
         return returned
+
+    def take_large(self, least: int) -> list[Block]:
+        """Takes all free ranges of at least so many bytes, under no slot."""
+        return [
+            Block(slab, offset, nbytes, slot=-1)
+            for slab, free in enumerate(self._slabs)
+            for offset, nbytes in free.take_large(least)
+        ]
+
+    def give_large(self, blocks: Iterable[Block]) -> None:
+        """Makes ranges free again that ``take_large`` gave."""
+        for block in blocks if self._slabs else ():  # else closed meanwhile
+            self._slabs[block.slab].give(block.offset, block.nbytes)
 
     def slab_for(self, nbytes: int) -> int:
         """Returns the size of a new slab that fits ``nbytes``; 0: not allowed."""

@@ -58,11 +58,22 @@ class MemoryFile:
             os.ftruncate(self.fd, nbytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
-            self.data = _map(self.fd, nbytes)
+            self._mapped = _map(self.fd, nbytes)
+            self.data = np.frombuffer(self._mapped, np.uint8)
         except BaseException:
             os.close(self.fd)
             raise
         self.data[: len(nonce)] = np.frombuffer(nonce, np.uint8)
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        """Gives pages to the kernel, of all who map them; they are zeros then.
+
+        Args:
+          start: where they begin.
+          nbytes: of whole pages.
+        """
+        with suppress(OSError):  # a kernel that cannot
+            self._mapped.madvise(mmap.MADV_REMOVE, start, nbytes)
 
     def close(self) -> None:
         """Ends access from other processes; mappings and arrays stay valid."""
@@ -88,7 +99,7 @@ def map_foreign(pid: int, fd: int, nonce: bytes) -> Bytes:
             raise MalformedMessageError(f"{path} is not shared memory of jgraph")
         opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            data = _map(opened, _checked_size(opened, path))
+            data = np.frombuffer(_map(opened, _checked_size(opened, path)), np.uint8)
         finally:
             os.close(opened)
     except OSError as error:
@@ -113,10 +124,10 @@ def _checked_size(fd: int, path: str) -> int:
     return found.st_size
 
 
-def _map(fd: int, nbytes: int) -> Bytes:
+def _map(fd: int, nbytes: int) -> mmap.mmap:
     # Unmapped when the last array that looks at it is gone.
     mapped = mmap.mmap(fd, nbytes)
     if nbytes >= _HUGE_PAGE_BYTES:
         with suppress(OSError):  # a kernel without them
             mapped.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(mapped, np.uint8)
+    return mapped

@@ -10,15 +10,22 @@ When the stream ends, the sender lets go of everything and reuses nothing: array
 receiver that lives keep their pages, and the kernel frees the rest.
 """
 
+import asyncio
 import os
 import secrets
+from collections.abc import Sequence
 from typing import Any, Final, final
 
 import numpy as np
 
 from jgraph.errors import MalformedMessageError
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.shared_memory.memory_blocks import PAGE_BYTES, BlockPool, Budget
+from jgraph.rpc.shared_memory.memory_blocks import (
+    PAGE_BYTES,
+    Block,
+    BlockPool,
+    Budget,
+)
 from jgraph.rpc.shared_memory.memory_files import (
     NONCE_BYTES,
     Bytes,
@@ -32,6 +39,8 @@ SLOTS: Final = 4 * PAGE_BYTES - FIRST_SLOT
 SLAB_BYTES: Final = 16 << 20
 MAX_SHARED_BYTES: Final = 8 << 30
 ALIGNMENT: Final = 64
+LARGE_BYTES: Final = 32 << 20
+"""What is free and as large is given back when work is over that comes once."""
 
 
 def default_limit() -> int:
@@ -111,6 +120,25 @@ class SendMemory:
         """Takes back what the receiver let go of; returns the number of blocks."""
         given_back = np.flatnonzero(self._is_lent[: self._slots_used] == 0)
         return self._pool.release(given_back.tolist())
+
+    async def give_back(self, least: int = LARGE_BYTES) -> int:
+        """Gives the pages of what is not lent to the kernel; returns how many bytes.
+
+        Args:
+          least: smaller pieces stay, for the next frames.
+        """
+        self.collect()
+        blocks = self._pool.take_large(least)
+        try:
+            await asyncio.to_thread(self._empty, blocks)
+        finally:
+            self._pool.give_large(blocks)
+        return sum(block.nbytes for block in blocks)
+
+    def _empty(self, blocks: Sequence[Block]) -> None:
+        slabs = self._slabs
+        for block in blocks if slabs else ():
+            slabs[block.slab].give_back(PAGE_BYTES + block.offset, block.nbytes)
 
     def _grow(self, nbytes: int) -> bool:
         size = self._pool.slab_for(nbytes)

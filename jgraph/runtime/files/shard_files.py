@@ -178,18 +178,38 @@ def write_slice(directory: int, where: Slice, array: Any) -> Sums:
     Raises:
       OSError: what the disk says, or that the files are not as they should be.
     """
-    rows, sums = as_rows(array), Sums()
-    with _opened_directory(directory, where.array) as inside:
-        for run in where.runs:
-            mine = rows[run.at : run.at + run.count]
-            sums[run.block] = where.blocks.checksum(run, where.step, [mine])
-            name, size = where.file(run.block), where.blocks.file_nbytes
-            with _opened(inside, name, os.O_WRONLY, size) as file:
-                _write(file, where, run, mine)
-                failpoint("shard.written")
-                os.fsync(file)
-                failpoint("shard.on_disk")
-    return sums
+    rows = as_rows(array)
+    return write_rows(directory, where, lambda start, stop: rows[start:stop])
+
+
+def write_rows(
+    directory: int, where: Slice, rows: Callable[[int, int], np.ndarray[Any, Any]]
+) -> Sums:
+    """Writes rows to their files, to the disk; returns their checksums.
+
+    Args:
+      directory: of the checkpoint.
+      where: the rows.
+      rows: returns some of them, from one to before another; is asked for a piece at a
+        time.
+
+    Raises:
+      OSError: what the disk says, or that the files are not as they should be.
+    """
+    at_once = max(1, _PIECE_BYTES // where.blocks.row_nbytes)
+
+    def pieces(run: Run, file: int) -> Iterator[Bytes]:
+        for at in range(0, run.count, at_once):
+            count, first = min(at_once, run.count - at), run.at + at
+            piece = as_rows(rows(first, first + count)).reshape(count, -1)
+            begin = run.first + at * where.step
+            _write(file, where, replace(run, first=begin, count=count), piece)
+            yield piece
+        failpoint("shard.written")
+        os.fsync(file)
+        failpoint("shard.on_disk")
+
+    return _sums(directory, where, pieces, os.O_WRONLY)
 
 
 def read_slice(directory: int, where: Slice) -> tuple[np.ndarray[Any, Any], Sums]:
@@ -244,16 +264,19 @@ def check_slice(directory: int, where: Slice) -> Sums:
 
 
 def _sums(
-    directory: int, where: Slice, pieces: Callable[[Run, int], Iterable[Bytes]]
+    directory: int,
+    where: Slice,
+    pieces: Callable[[Run, int], Iterable[Bytes]],
+    flags: int = os.O_RDONLY,
 ) -> Sums:
-    """Returns the checksums of what is read of the files of a slice."""
+    """Returns the checksums of what is read of the files of a slice, or written."""
     sums = Sums()
     with _opened_directory(directory, where.array) as inside:
         for run in where.runs:
             name, size = where.file(run.block), where.blocks.file_nbytes
-            with _opened(inside, name, os.O_RDONLY, size) as file:
-                read = pieces(run, file)
-                sums[run.block] = where.blocks.checksum(run, where.step, read)
+            with _opened(inside, name, flags, size) as file:
+                moved = pieces(run, file)
+                sums[run.block] = where.blocks.checksum(run, where.step, moved)
     return sums
 
 

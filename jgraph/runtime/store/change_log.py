@@ -30,7 +30,8 @@ _HOLD_S: Final = 20.0
 class Recorder:
     """Numbers records and hands them on; holds steps back until theirs are kept.
 
-    ``put`` is called in any thread, everything else on the task's event loop.
+    ``put`` is called in any thread, and so is what waits; everything else on the
+    task's event loop.
 
     Args:
       wake: called in any thread when there are records to ``take``, once until then.
@@ -45,6 +46,7 @@ class Recorder:
         self._lock = threading.Condition()
         self._progress = Progress()
         self._working = 0  # nodes of updates
+        self._kept_number = 0  # number of the last record that is
         self._is_held = False
         self._updates = CommitTracker[StepKey]()
         self._records: deque[Record] = deque()
@@ -179,10 +181,19 @@ class Recorder:
         with self._lock:
             self._updates.forget(step)
 
+    def wait_kept(self, number: int, timeout_s: float) -> None:
+        """Waits in a thread until a record is kept, or nothing is, or for so long."""
+        with self._lock:
+            self._lock.wait_for(
+                lambda: self._kept_number >= number or self.error is not None, timeout_s
+            )
+
     def commit(self, number: int) -> None:
         """Learns that all records up to this one are kept."""
         with self._lock:
             done = self._updates.commit(number)
+            self._kept_number = max(self._kept_number, number)
+            self._lock.notify_all()
         self._tell(done, None)
 
     def fail(self, error: JGError) -> None:
@@ -192,6 +203,7 @@ class Recorder:
                 self.error = error
             self._records.clear()
             lost = self._updates.fail()
+            self._lock.notify_all()
         self._tell(lost, error)
 
     def _tell(self, steps: Sequence[StepKey], error: JGError | None) -> None:

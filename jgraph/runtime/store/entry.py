@@ -17,6 +17,7 @@ from jgraph.plan.program.nodes import ValueType
 from jgraph.plan.program.program import StoredVariable
 from jgraph.plan.program.row_values import aligned_empty
 from jgraph.runtime.store.hash_shard import HashColumn, HashShard
+from jgraph.runtime.store.lent import LentArray, LentTable, can_lend
 from jgraph.runtime.store.local_mesh import whole
 from jgraph.runtime.store.slab import Slab, view_of
 from jgraph.runtime.store.tables import (
@@ -79,10 +80,13 @@ class Entry:
       marks: of rows that are written, while the variable is copied; see ``AheadCopy``.
       slab: where the value lies beside those of others; None: it lies alone.
       place: in the slab.
+      borrowed: the value, while it lies in the memory of another variable.
     """
 
     __slots__ = (
+        "_lent",
         "_value",
+        "borrowed",
         "device",
         "layout",
         "lock",
@@ -95,8 +99,13 @@ class Entry:
         "views",
     )
 
-    def __init__(self, value: jax.Array) -> None:
-        self._value: jax.Array | None = value
+    def __init__(self, value: jax.Array | LentArray) -> None:
+        self._value: jax.Array | None = None
+        self.borrowed: LentArray | None = None
+        if isinstance(value, LentArray):
+            self.borrowed = value
+        else:
+            self._value = value
         self.version = 0
         self.lock = threading.Lock()
         # As a program declared it that fits; values change, their type does not.
@@ -110,6 +119,8 @@ class Entry:
         self.slab: Slab | None = None
         self.place = 0
         self.marks: RowMarks | None = None
+        # Has the value as it was, until nobody needs it or the value is another array.
+        self._lent: weakref.ref[LentArray] | None = None
 
     @property
     def is_marked(self) -> bool:
@@ -119,7 +130,10 @@ class Entry:
     @property
     def value(self) -> jax.Array:
         """The value, alone from now on."""
-        if self._value is None:
+        if self.borrowed is not None:
+            rows = self.borrowed.type.shape[0]
+            self.put_alone(jax.device_put(self.borrowed.rows(0, rows)))
+        elif self._value is None:
             assert self.slab is not None
             self.put_alone(jnp.array(self.slab.part(self.place), copy=True))
         assert self._value is not None
@@ -130,11 +144,15 @@ class Entry:
         """Shape and dtype of the value."""
         if self.slab is not None:
             return self.slab.types[self.place]
+        if self.borrowed is not None:
+            return self.borrowed.type
         return ValueType(tuple(self.value.shape), str(self.value.dtype))
 
     @property
     def is_lost(self) -> bool:
         """Whether a function took the value and failed."""
+        if self.borrowed is not None:
+            return False
         return (self.value if self.slab is None else self.slab.value).is_deleted()
 
     def put(self, value: Any, layout: Sharding | None = None) -> None:
@@ -150,6 +168,7 @@ class Entry:
             self.slab.is_whole = False
             self.slab = None
         self._value, self.device, self.layout = value, None, layout
+        self.borrowed = self._lent = None
 
     def lie_in(self, slab: Slab, place: int) -> None:
         """Lets the value lie in a slab that has it."""
@@ -157,6 +176,7 @@ class Entry:
             self.slab.is_whole = False
         self.slab, self.place = slab, place
         self._value = self.device = self.layout = self.table = None
+        self.borrowed = self._lent = None
 
     def view(self) -> np.ndarray[Any, Any]:
         """Returns a view that keeps its values, see ``rows``."""
@@ -179,8 +199,10 @@ class Entry:
           lent: whether the function may take it over.
         """
         if layout is self.layout is self.device is None:  # nearly always
-            if self.slab is None:
+            if self._value is not None:
                 return self._value
+            if self.slab is None:
+                return self.value
             part = self.slab.part(self.place)
             return jnp.array(part, copy=True) if lent else part
         if layout != self.layout:
@@ -201,7 +223,30 @@ class Entry:
             return None
         if self.layout is not None or not on_cpu(self.value) or self._is_viewed():
             return None
-        return elements(self.value)
+        return elements(self.value) if self._lent_array() is None else None
+
+    def lend(self, view: np.ndarray[Any, Any]) -> LentArray | None:
+        """Returns the value, to be kept as it is now; None: it must be copied.
+
+        Args:
+          view: of a value of this variable; of another than now is nothing lent.
+        """
+        if self.slab is not None or self.layout is not None or self.device is not None:
+            return None
+        if not can_lend(self.value) or self._lent_array() is not None:
+            return None
+        lent = LentArray(self.value)
+        if not lent.shares(view):
+            return None
+        self._lent = weakref.ref(lent)
+        return lent
+
+    def shows(self, view: np.ndarray[Any, Any]) -> bool:
+        """Whether this is a view of the variable that somebody was given."""
+        return any(ref() is view for ref in self.views)
+
+    def _lent_array(self) -> LentArray | None:
+        return None if self._lent is None else self._lent()
 
     def _is_viewed(self) -> bool:
         return any(ref() is not None for ref in self.views)
@@ -225,13 +270,14 @@ class Entry:
             self.put_alone(self.argument())
         if write and self._is_viewed():
             self._value, self.views = jnp.array(self.value, copy=True), []
+            self._lent = None  # has the array of before for itself
         if not on_cpu(self.value):
             (self.device,) = self.value.devices()
             self._value = moved(self.value, cpu_device())
         if self.table is None or self.table.value is not self.value:
             self.table = table_of(self.value)
-        table: Table = self.table
-        return table
+        lent = self._lent_array() if write else None
+        return self.table if lent is None else LentTable(self.table, lent)
 
 
 @final

@@ -20,10 +20,11 @@ from collections.abc import (
     Container,
     Iterable,
     Iterator,
+    Mapping,
     Sequence,
 )
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, Final, TypeAlias, TypeVar, final
 from weakref import WeakKeyDictionary
 
 import jax
@@ -41,11 +42,13 @@ from jgraph.graph.ir import TaskName
 from jgraph.graph.rows.hash_spec import HashSpec
 from jgraph.plan.program.nodes import ValueType
 from jgraph.plan.program.program import StoredVariable
+from jgraph.plan.program.replay import RowsAre
 from jgraph.plan.program.row_values import aligned_empty, nearly, unpacked
 from jgraph.runtime.compute_errors import as_error
 from jgraph.runtime.store.entry import Entry, HashEntry, RowsOf, held, padded_rows
 from jgraph.runtime.store.groups import GroupEntries, PackedRun, VariableGroup
 from jgraph.runtime.store.hash_shard import HashShard
+from jgraph.runtime.store.lent import LEAST_BYTES, LentArray
 from jgraph.runtime.store.slab import Slab
 from jgraph.runtime.store.undo import Undo, keep_rows, keep_values
 
@@ -53,6 +56,8 @@ Key: TypeAlias = tuple[str, str]
 """(container, name)."""
 
 _SMALL_BYTES = 1 << 14
+PART_BYTES: Final = 16 << 20
+"""As much of a variable is in a record of all that there is."""
 _same = jax.jit(lambda value: value)
 
 Update: TypeAlias = Callable[..., Sequence[jax.Array]]
@@ -186,11 +191,13 @@ class VariableStore:
             for variable in variables:
                 self._check_type(variable)
             known = {k: self._entries[k] for k in keys if k in self._entries}
+        new = {n: values[n] for n, key in enumerate(keys) if key not in known}
+        lent = self._lent(new)
         # What lies in a slab is copied there; what does not, before anybody waits.
         arrays = {
             n: _as_jax(variable, value, owned=n in owned)
             for n, (variable, value) in enumerate(zip(variables, values, strict=True))
-            if keys[n] not in known or known[keys[n]].slab is None
+            if n not in lent and (n in new or known[keys[n]].slab is None)
         }
         with held(list(known.values())):
             if undo is not None:
@@ -206,9 +213,48 @@ class VariableStore:
             with self._lock:
                 for n, key in enumerate(keys):
                     if key not in known:
-                        self._entries.setdefault(key, Entry(arrays[n]))
+                        self._entries.setdefault(key, Entry(lent.get(n) or arrays[n]))
                 if record is not None:
                     record()
+
+    def _lent(self, values: Mapping[int, Any]) -> dict[int, LentArray]:
+        """Returns those of new values that variables here have, by their numbers.
+
+        They are not copied before they, or the variable that has them, change.
+        """
+        found: dict[int, LentArray] = {}
+        large = {
+            n: value
+            for n, value in values.items()
+            if isinstance(value, np.ndarray) and value.nbytes >= LEAST_BYTES
+        }
+        if not large:
+            return found
+        with self._lock:
+            entries = [*self._entries.values()]
+        for n, view in large.items():
+            owner = next((entry for entry in entries if entry.shows(view)), None)
+            if owner is not None:
+                with held([owner]):
+                    lent = owner.lend(view)
+                if lent is not None:
+                    found[n] = lent
+        return found
+
+    def reader(self, variable: StoredVariable) -> Callable[[int, int], Any]:
+        """Returns what gives rows of a variable, from one to before another.
+
+        They are of the moment of this call. Let go of it soon, see ``read``.
+
+        Raises:
+          UninitializedError: it has no value yet.
+        """
+        (entry,) = self._found([variable])
+        with held([entry]):
+            if entry.borrowed is not None:
+                return entry.borrowed.rows
+            view = entry.view()
+        return lambda start, stop: view[start:stop] if view.ndim else view
 
     def fill(
         self, variables: Sequence[StoredVariable], read: Callable[[Arrays], T]
@@ -438,7 +484,7 @@ class VariableStore:
     def whole(
         self,
         container: str,
-        tell: Callable[[str | HashSpec, Arrays], object],
+        tell: Callable[[str | RowsAre | HashSpec, Arrays], object],
     ) -> None:
         """Tells of all that a container holds, at one moment.
 
@@ -447,8 +493,9 @@ class VariableStore:
 
         Args:
           container: of the variables.
-          tell: called with the name and the value of a variable, or with a hash table
-            and its rows; see ``HashShard.state``.
+          tell: called with the name and the value of a variable, with some rows of a
+            large one after the other, or with a hash table and its rows; see
+            ``HashShard.state``.
         """
         with self._lock:
             found = {n: e for (c, n), e in self._entries.items() if c == container}
@@ -459,7 +506,8 @@ class VariableStore:
             ]
         with held([*found.values(), *tables]):
             for name, entry in found.items():
-                tell(name, [entry.view()])
+                for what, arrays in _told(name, entry.view()):
+                    tell(what, arrays)
             for table in tables:
                 state = table.shard.state()
                 table.shard.restore(state)
@@ -640,6 +688,20 @@ def _put_rows(
         table.rows(write=True).update(rows.ids, values[: len(rows.ids)])
     for table, rows in zip(tables, updates, strict=True):
         table.changed(rows.ids)
+
+
+def _told(
+    name: str, value: np.ndarray[Any, Any]
+) -> Iterator[tuple[str | RowsAre, Arrays]]:
+    """Yields a value as records of it are: a large one by rows."""
+    if value.nbytes <= PART_BYTES or value.ndim == 0:
+        yield name, [value]
+        return
+    at_once = max(1, PART_BYTES * len(value) // value.nbytes)
+    for first in range(0, len(value), at_once):
+        rows = value[first : first + at_once]
+        ids = np.arange(first, first + len(rows), dtype=np.int32)
+        yield RowsAre(name, len(value)), [ids, rows]
 
 
 def _key(variable: StoredVariable) -> Key:

@@ -2,23 +2,24 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 from jgraph.cluster.methods import Answer
 from jgraph.errors import ConfigError, CopyLostError, JGError
 from jgraph.graph.ir import TaskName
-from jgraph.plan.program.replay import changing
+from jgraph.graph.rows.hash_spec import HashSpec
+from jgraph.plan.program.replay import RowsAre, changing
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.status import from_status, to_status
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.record_codec import record_to
 from jgraph.runtime.rendezvous import StepKey
-from jgraph.runtime.store.ahead import AheadCopy
+from jgraph.runtime.store.ahead import LEAST_BYTES, AheadCopy
 from jgraph.runtime.store.change_log import Recorder, Recording
 from jgraph.runtime.task import TaskRuntime
 from jgraph.server.replication.follower import ChangeApplier, Follower
@@ -32,6 +33,9 @@ RECORDS_DIR: Final = "JGRAPH_RECORDS_DIR"
 _OWN: Final = "jgraph-records"
 _REST: Final = 1.0
 """After a part is copied ahead nothing is for so many times as long as it took."""
+_UNKEPT: Final = 4
+"""So many records of what was there are sent before the first of them is kept."""
+_PATIENCE_S: Final = 10.0
 _BASE: StepKey = ("", 0)
 """Stands for all that was there when a stream began; no program has such a handle."""
 
@@ -123,9 +127,15 @@ class ChangeStreams:
     def _begin(self, source: _Source, container: str) -> None:
         if source.log is not None:
             source.log.start()
-        else:
-            tell = partial(source.recorder.put, step=_BASE)
-            self._runtime.store.whole(container, tell)
+            return
+
+        def tell(what: str | RowsAre | HashSpec, arrays: Sequence[Any]) -> None:
+            # All at once would lie a third and a fourth time in memory that is shared.
+            number = source.recorder.put(what, arrays, _BASE)
+            if sum(array.nbytes for array in arrays) >= LEAST_BYTES:
+                source.recorder.wait_kept(number - _UNKEPT, _PATIENCE_S)
+
+        self._runtime.store.whole(container, tell)
 
     async def _all_kept(self, recorder: Recorder) -> None:
         done: asyncio.Future[None] = self._loop.create_future()

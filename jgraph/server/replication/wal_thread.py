@@ -12,6 +12,7 @@ import numpy as np
 from jgraph.errors import CopyLostError, JGError
 from jgraph.failpoints import failpoint
 from jgraph.graph.rows.hash_spec import HashSpec
+from jgraph.plan.program.replay import RowsAre
 from jgraph.rpc.wire.record_codec import record_to
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.runtime.store.change_log import Recorder
@@ -122,7 +123,9 @@ class WalThread:
         """
         numbers: list[int] = []
 
-        def tell(what: str | HashSpec, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
+        def tell(
+            what: str | RowsAre | HashSpec, arrays: Sequence[np.ndarray[Any, Any]]
+        ) -> None:
             # Nothing changes meanwhile: so it is for all of them, or for none.
             if not self.recorder.is_torn:
                 numbers.append(self.recorder.put(what, arrays, step))

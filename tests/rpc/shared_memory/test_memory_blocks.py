@@ -115,3 +115,17 @@ def test_pool_without_slots_lends_nothing() -> None:
     assert grow(pool, 1) is not None
     assert grow(pool, 1) is None
     assert pool.slab_bytes_taken == 1 << 16
+
+
+def test_large_free_ranges_are_taken_and_given_back() -> None:
+    pool = BlockPool(slots=4, budget=Budget(1 << 20), slab_bytes=1 << 20)
+    pool.add_slab(pool.slab_for(1))
+    block = pool.take(2 * PAGE_BYTES)
+    assert block is not None
+    assert pool.take_large(2 << 20) == []
+    (rest,) = pool.take_large(PAGE_BYTES)
+    assert (rest.offset, rest.nbytes) == (2 * PAGE_BYTES, (1 << 20) - 2 * PAGE_BYTES)
+    assert pool.take(1) is None, "nothing is free meanwhile"
+    pool.give_large([rest])
+    pool.release([block.slot])
+    assert pool.take(1 << 20) is not None

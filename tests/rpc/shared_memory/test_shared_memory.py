@@ -1,5 +1,6 @@
 """Memory that two sides map: who may have it, when it is free, what is refused."""
 
+import asyncio
 import fcntl
 import gc
 import os
@@ -235,3 +236,21 @@ def test_control_memory_has_a_byte_per_slot() -> None:
     assert FIRST_SLOT >= NONCE_BYTES
     assert (FIRST_SLOT + SLOTS) % PAGE_BYTES == 0
     assert available_memory() > 0
+
+
+def test_what_is_free_is_given_back_to_the_system() -> None:
+    with pair() as (sender, receiver):
+        array = receiver.array(send(sender), N)
+        assert asyncio.run(sender.give_back(least=PAGE_BYTES)) > 0
+        assert array.tolist() == [1] * N, "what is lent stays"
+        before = _resident()
+        del array
+        assert asyncio.run(sender.give_back(least=PAGE_BYTES)) >= N
+        assert before - _resident() >= N // PAGE_BYTES
+        again = receiver.array(send(sender, 7), N)
+        assert again.tolist() == [7] * N
+
+
+def _resident() -> int:
+    """Pages of memory files that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[2])

@@ -223,3 +223,20 @@ def test_an_update_that_stays_cannot_be_undone_later() -> None:
     recorder.end(2)
     with pytest.raises(CopyLostError, match="cannot be of version 1"):
         recorder.end(1)
+
+
+@pytest.mark.parametrize("ends", ["kept", "lost"])
+def test_who_waits_for_a_record_goes_on_when_it_is_kept_or_never_will_be(
+    ends: str,
+) -> None:
+    recorder = Recorder(lambda: None)
+    number = recorder.put("w", [np.ones(2)], STEP)
+    recorder.wait_kept(number - 1, timeout_s=60.0)  # of those before there are none
+    waiting = threading.Thread(target=recorder.wait_kept, args=(number, 60.0))
+    waiting.start()
+    if ends == "kept":
+        recorder.commit(number)
+    else:
+        recorder.fail(CopyLostError("the backup is gone"))
+    waiting.join(30.0)
+    assert not waiting.is_alive()

@@ -1,5 +1,6 @@
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -7,9 +8,11 @@ import pytest
 
 from jgraph.errors import InternalError, UninitializedError, VariableMismatchError
 from jgraph.graph.ir import TaskName
+from jgraph.graph.rows.hash_spec import HashSpec
 from jgraph.plan.program.nodes import ValueType
 from jgraph.plan.program.program import StoredVariable
-from jgraph.runtime.store.store import VariableStore
+from jgraph.plan.program.replay import RowsAre
+from jgraph.runtime.store.store import PART_BYTES, VariableStore
 
 A = StoredVariable("a", ValueType((1000,), "float32"))
 B = StoredVariable("b", ValueType((1000,), "float32"))
@@ -215,3 +218,22 @@ def test_updates_that_share_variables_in_any_order_never_lock_up(
         thread.join(60)
     a, b = store.read([A, B])
     assert a[0] == b[0] == 2 * 100 + 4 * 100
+
+
+def test_a_large_variable_is_told_of_by_rows_and_a_small_one_whole() -> None:
+    store = VariableStore(TaskName("/job:ps/task:0"))
+    rows = PART_BYTES // 4
+    large = StoredVariable("large", ValueType((rows + 3, 1), "float32"), "model")
+    small = StoredVariable("small", ValueType((2,), "float32"), "model")
+    value = np.arange(rows + 3, dtype=np.float32)[:, None]
+    store.write([large, small], [value, np.ones(2, np.float32)])
+    other, told = VariableStore(TaskName("/job:ps/task:1")), []
+
+    def tell(what: str | RowsAre | HashSpec, arrays: Sequence[Any]) -> None:
+        told.append(what)
+        if isinstance(what, RowsAre):
+            other.put_rows(large, *arrays)
+
+    store.whole("model", tell)
+    assert told == [RowsAre("large", rows + 3)] * 2 + ["small"]
+    assert (other.read([large])[0] == value).all()
