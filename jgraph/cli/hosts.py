@@ -58,6 +58,14 @@ def server(
             min=0, max=65535, help="With --join: port of the task; 0 takes a free one."
         ),
     ] = 0,
+    dial_only: Annotated[
+        bool,
+        typer.Option(
+            "--dial-only",
+            help="With --join, for a worker behind a firewall: listen nowhere. It "
+            "dials the other tasks, and they reach it over these connections.",
+        ),
+    ] = False,
     bind: Annotated[
         str,
         typer.Option(
@@ -207,8 +215,18 @@ def server(
         "max_request_bytes": max_request_bytes,
         "overdue_s": overdue_s,
     }
+    listening = {
+        "--host": host is not None,
+        "--port": port != 0,
+        "--bind": bind != "127.0.0.1",
+        "--health-port": health_port != 0,
+        "--metrics-port": metrics_port is not None,
+        "--models": models is not None,
+    }
+    _check_dials_only(dial_only, join, [name for name in listening if listening[name]])
     if join is not None:
         _check_joins(job, task, cluster)
+        options["dial_only"] = dial_only
         options["allow_sources"] = allow_source or ()
         running = _joined(join, job or "worker", host, port, tls_dir, options)
     else:
@@ -234,7 +252,8 @@ def server(
 
     def ready() -> None:
         facts = {"task": running.task, "target": running.target, "pid": os.getpid()}
-        text = f"{running.task} serves at {running.target}"
+        where = f"serves at {running.target}" if running.listens else "only dials"
+        text = f"{running.task} {where}"
         if metrics:
             facts["metrics"] = metrics.url
             text += f", its metrics at {metrics.url}"
@@ -329,6 +348,26 @@ def _check_joins(job: str | None, task: int | None, cluster: Path | None) -> Non
         raise ConfigError(
             f"--join does not go with {option}: the cluster that is joined says which "
             f"task this is; write jgraph server --job {job or 'worker'} --join ADDRESS"
+        )
+
+
+def _check_dials_only(
+    dial_only: bool, join: str | None, listening: Sequence[str]
+) -> None:
+    """Refuses what does not go with --dial-only, if that was told."""
+    from jgraph.errors import ConfigError
+
+    if not dial_only:
+        return
+    if join is None:
+        raise ConfigError(
+            "--dial-only goes with --join: a task that the cluster's description lists "
+            "is dialled by the others; write jgraph server --join ADDRESS --dial-only"
+        )
+    if listening:
+        raise ConfigError(
+            f"--dial-only does not go with {listening[0]}: such a task listens "
+            "nowhere; leave one of them out"
         )
 
 

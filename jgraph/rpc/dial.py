@@ -17,6 +17,7 @@ from jgraph.errors import (
     PortInUseError,
     TaskLostError,
 )
+from jgraph.rpc.dial_only.address import is_dial_only
 from jgraph.rpc.security.auth import check_token
 from jgraph.rpc.security.tls import Identity, expected_at
 from jgraph.rpc.security.tls_probe import encryption_problem
@@ -110,6 +111,13 @@ async def open_channel(
       TokenError: the server is of a cluster with another token.
       ClusterUnreachableError: nothing that speaks our protocol answers.
     """
+    if is_dial_only(address):
+        raise ClusterUnreachableError(
+            f"{address} is a task that only dials: nothing listens there; connect to "
+            "another task of its cluster",
+            address=address,
+            task=task,
+        )
     await _resolve(address, timeout_s)
     channel = _channel(address, task, identity)
     connected = False
@@ -152,7 +160,17 @@ async def _connect(channel: grpc.aio.Channel, patient: bool) -> bool:
     while state is not grpc.ChannelConnectivity.READY:
         if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE and not patient:
             return False
-        await channel.wait_for_state_change(state)
+        changing = asyncio.ensure_future(channel.wait_for_state_change(state))
+        try:
+            await asyncio.shield(changing)
+        except asyncio.CancelledError:
+            # gRPC goes on waiting, and tells a loop that may be closed by then.
+            await channel.close(None)
+            await asyncio.wait([changing], timeout=_DIAGNOSIS_TIMEOUT_S)
+            changing.add_done_callback(
+                lambda done: done.cancelled() or done.exception()
+            )
+            raise
         state = channel.get_state(try_to_connect=True)
     return True
 
@@ -226,6 +244,8 @@ async def is_refused(address: Address) -> bool:
       >>> asyncio.run(is_refused("127.0.0.1:1"))
       True
     """
+    if is_dial_only(address):
+        return False  # it has no host that could say so
     try:
         async with asyncio.timeout(_DIAGNOSIS_TIMEOUT_S):
             _, writer = await asyncio.open_connection(*split_address(address))

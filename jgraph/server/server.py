@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self, final
 
 import jax
@@ -72,10 +73,11 @@ class TaskServer:
 
     Args:
       task: the task's name.
-      bind: ``host:port`` to listen on; port 0 lets the system choose.
+      bind: ``host:port`` to listen on; port 0 lets the system choose. None: nowhere;
+        it dials all other tasks, which reach it over the streams that it offers them.
       token: what whoever calls must show.
       health_bind: the same for the health service, which has a port of its own so
-        that it answers when the task is busy.
+        that it answers when the task is busy. None: there is none.
       transport, data_port, data_encryption: how tensors travel; see ``Server``.
       tls: certificates of the task; None speaks plain text.
       allow_sources, max_request_bytes, overdue_s, incarnation: see ``Server``.
@@ -88,10 +90,10 @@ class TaskServer:
     def __init__(
         self,
         task: TaskName,
-        bind: str,
+        bind: str | None,
         token: Token,
         *,
-        health_bind: str = "127.0.0.1:0",
+        health_bind: str | None = "127.0.0.1:0",
         transport: TransportChoice = "auto",
         data_port: DataPort = 0,
         data_encryption: DataEncryption = "records",
@@ -114,7 +116,7 @@ class TaskServer:
             task,
             bind=bind,
             same_machine="auto" if transport == "auto" else "off",
-            data_port=bound_data_port(transport, data_port),
+            data_port=bound_data_port(transport, data_port),  # dialled, without bind
             data_encryption=data_encryption,
             max_request_bytes=max_request_bytes,
             token=token,
@@ -154,7 +156,8 @@ class TaskServer:
         _open_devices(self.task)
         self.address = await self._transport.start(self._fence)
         self._fence.begin()
-        await self._health.start(self._health_bind)
+        if self._health_bind is not None:
+            await self._health.start(self._health_bind)
         await self._health.set_serving(serving=True)
         add_service(self.address, self.service)
         if self._overdue_s is not None:
@@ -162,8 +165,15 @@ class TaskServer:
             self._overdue = OverdueWatch(runtime, shell, self._overdue_s)
         return self.address
 
-    async def join_as(self, registrar: Address, address: Address) -> None:
+    async def join_as(
+        self,
+        registrar: Address,
+        address: Address,
+        others: Mapping[TaskName, Address],
+    ) -> None:
         """Says that this process serves the task that it was given; see ``Server``."""
+        if self._bind is None:  # who would check that reaches it over what it dials
+            self._transport.set_peers({**others, self.task: address})
         request = join_request(self.task, self.context.incarnation, address)
         ask = self._transport.ask
         reply = await ask(registrar, "Master.Join", request, timeout_s=_JOIN_S)
@@ -263,6 +273,8 @@ class Server:
         step ends this process, with exit code 76, so that a launcher starts it again.
         None: never; nothing else can end a computation.
       incarnation: of this start of the task; random unless given.
+      dial_only: listen nowhere: this task, which joins a cluster, dials all others, and
+        they reach it over these connections. ``bind`` and the ports mean nothing then.
       start: whether to start at once.
 
     Raises:
@@ -300,6 +312,7 @@ class Server:
         max_request_bytes: int | None = None,
         overdue_s: float | None = None,
         incarnation: int | None = None,
+        dial_only: bool = False,
         start: bool = True,
     ) -> None:
         check_transport(transport)
@@ -320,6 +333,7 @@ class Server:
         self._max_request_bytes = max_request_bytes
         self._overdue_s = overdue_s
         self._incarnation = incarnation
+        self._dial_only = dial_only
         self._server: TaskServer | None = None
         self._stopped = threading.Event()
         if start:
@@ -374,11 +388,12 @@ class Server:
 
     async def _start(self) -> TaskServer:
         port = self.cluster.address(self.task).rpartition(":")[2]
+        listens = not self._dial_only
         server = TaskServer(
             self.task,
-            f"{self._bind}:{port}",
+            f"{self._bind}:{port}" if listens else None,
             self._token,
-            health_bind=f"{self._bind}:{self._health_port}",
+            health_bind=f"{self._bind}:{self._health_port}" if listens else None,
             transport=self._transport,
             data_port=self._data_port,
             data_encryption=self._data_encryption,
@@ -393,15 +408,19 @@ class Server:
         except JGError:
             await server.stop(0.0)
             raise
-        address = dialled(self.cluster.address(self.task), server.address)
+        address = server.address
+        if listens:
+            address = dialled(self.cluster.address(self.task), address)
         self.cluster = with_address(self.cluster, self.task, address)
         server.context.set_cluster(self.cluster)
         asyncio.ensure_future(server.stopped.wait()).add_done_callback(
             lambda _: self._stopped.set()
         )
-        text = f"{self.task} listens on {server.address}"
+        text = f"{self.task} only dials, and listens nowhere"
+        if listens:
+            text = f"{self.task} listens on {server.address}"
         server.service.events.note("joined", text)
-        if self._tls is None and not is_loopback(self._bind):
+        if listens and self._tls is None and not is_loopback(self._bind):
             _LOG.warning(
                 "%s speaks plain text with other hosts: whoever reads the network may "
                 "run programs here",
@@ -409,17 +428,27 @@ class Server:
             )
         return server
 
-    def join_as(self, registrar: Address) -> None:
+    @property
+    def listens(self) -> bool:
+        """Whether others dial it; else it dials them."""
+        return not self._dial_only
+
+    def join_as(
+        self,
+        registrar: Address,
+        others: Mapping[TaskName, Address] = MappingProxyType({}),
+    ) -> None:
         """Takes part in a cluster as the task that its registrar has given this one.
 
         Args:
           registrar: any task of the cluster.
+          others: where the tasks of the cluster are, for one that only dials.
 
         Raises:
           JGError: it is not that task any more, or is not reached there.
         """
         assert self._server is not None  # it serves
-        event_loop.run(self._server.join_as(registrar, self.address))
+        event_loop.run(self._server.join_as(registrar, self.address, others))
         self.cluster = self._server.context.spec
 
     def set_cluster(self, cluster: ClusterSpec) -> None:

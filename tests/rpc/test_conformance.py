@@ -98,3 +98,53 @@ def test_grpc_transport_conforms_encrypted(
         await CHECKS[name](secret)
 
     run_async(main())
+
+
+OTHERS = {
+    "another_task_at_the_address_gets_nothing",
+    "asking_reaches_a_server_that_was_started_again",
+    "call_streams_its_replies",
+    "call_to_nothing_is_unreachable",
+    "close_is_idempotent_and_frees_the_address",
+    "frames_posted_before_the_peer_listens_arrive",
+    "frames_that_fit_are_not_too_much",
+    "peer_that_never_listens_is_lost_in_seconds",
+    "peer_that_takes_nothing_is_lost",
+    "posts_reach_a_task_that_was_started_again",
+}
+"""Have a ps that others find at the port of before, or that knows nobody to dial."""
+
+
+def dialling(
+    only: TaskName,
+    certificates: Path | None,
+    task: TaskName | None,
+    *,
+    bind: Address = "127.0.0.1:0",
+    max_queued_bytes: int | None = None,
+) -> Transport:
+    """Returns a transport; that of one task listens nowhere."""
+    return GrpcTransport(
+        task,
+        bind=None if task == only else bind,
+        max_queued_bytes=max_queued_bytes,
+        tls=None if certificates is None else TLS.of(certificates, task),
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_grpc_transport_conforms_with_a_worker_that_only_dials(
+    name: str, certificates: Path
+) -> None:
+    async def main() -> None:
+        await CHECKS[name](partial(dialling, WORKER, certificates))
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("name", sorted(CHECKS.keys() - OTHERS))
+def test_grpc_transport_conforms_with_a_ps_that_only_dials(name: str) -> None:
+    async def main() -> None:
+        await CHECKS[name](partial(dialling, PS, None))
+
+    run_async(main())

@@ -73,7 +73,13 @@ class ConnectionPool:
         """Whether many calls to a server have a line to themselves."""
         return list(self._taken.values()).count(dst) > FEW_CALLS
 
-    async def close(self) -> None:
-        """Closes all lines; what is asked fails."""
-        lines = [*self._shared.values(), *self._idle.values(), *self._taken]
-        await asyncio.gather(*(line.close() for line in lines), *self._closing)
+    async def close(self, of: Callable[[Address], bool] = lambda _: True) -> None:
+        """Closes all lines to some servers; what is asked fails.
+
+        Args:
+          of: whether to close those to a server.
+        """
+        pooled = [*self._shared.items(), *self._idle.items()]
+        lines = [*((line, dst) for dst, line in pooled), *self._taken.items()]
+        closing = (line.close() for line, dst in lines if of(dst))
+        await asyncio.gather(*closing, *self._closing)

@@ -78,7 +78,7 @@ class Receiver:
         """
         hello: pb.Hello = body_of(first[0])
         check_protocol(self._hello, hello, hello.task[:80] or "the client")
-        task = _task_name(hello)
+        task = task_of(hello)
         check_caller(task)
         sender, before = self._begin(task, hello), 0
         decoder = intake.decoder
@@ -206,8 +206,12 @@ class Presence:
         return theirs.task != task or theirs.incarnation != incarnation
 
 
-def _task_name(hello: pb.Hello) -> TaskName:
-    """Returns the canonical task that sent a Hello."""
+def task_of(hello: pb.Hello) -> TaskName:
+    """Returns the canonical task that sent a Hello.
+
+    Raises:
+      MalformedMessageError: no task did.
+    """
     try:
         name = DeviceSpec.from_string(hello.task).task_name
     except JGError:

@@ -7,9 +7,9 @@ from typing import final
 import grpc
 
 from jgraph.rpc.dial import CONNECT_TIMEOUT_S, open_channel
-from jgraph.rpc.resumable.dialing import Stream
 from jgraph.rpc.security.tls import Identity
 from jgraph.rpc.security.token import Token
+from jgraph.rpc.sockets.pipe import Stream
 from jgraph.rpc.transport import Address
 
 
@@ -57,10 +57,30 @@ class Channels:
             token=self._token,
         )
 
-    def stream(self, channel: grpc.aio.Channel, method: str) -> Stream:
-        """Begins a stream that shows the token."""
-        metadata = self._token.metadata if self._token is not None else None
-        return channel.stream_stream(method, None, None)(None, metadata=metadata)
+    @property
+    def connected(self) -> list[Address]:
+        """Servers to which there is a shared channel."""
+        return [
+            address
+            for address, opening in self._shared.items()
+            if opening.done()
+            and opening.result().get_state() is grpc.ChannelConnectivity.READY
+        ]
+
+    def stream(
+        self, channel: grpc.aio.Channel, method: str, *extra: tuple[str, str]
+    ) -> Stream:
+        """Begins a stream that shows the token.
+
+        Args:
+          channel: to the server.
+          method: of the stream.
+          *extra: further metadata.
+        """
+        identity = self._token.metadata if self._token is not None else ()
+        return channel.stream_stream(method, None, None)(
+            None, metadata=(*identity, *extra)
+        )
 
     async def close(self) -> None:
         """Closes the channels that are shared."""

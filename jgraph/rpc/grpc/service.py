@@ -12,10 +12,14 @@ from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.calls.answering import Answers
 from jgraph.rpc.calls.sessions import CallSessions, Check
-from jgraph.rpc.dial import SHUTTING_DOWN
+from jgraph.rpc.dial import CONNECT_TIMEOUT_S, SHUTTING_DOWN
+from jgraph.rpc.dial_only.address import dial_only_address
+from jgraph.rpc.dial_only.offered_streams import OfferedStreams
+from jgraph.rpc.dial_only.offering import DialledContext
+from jgraph.rpc.dial_only.relay import asked_relay, relay
 from jgraph.rpc.exchange.inbound import StreamReplaced
-from jgraph.rpc.exchange.receiver import Presence, Receiver
-from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.exchange.receiver import Presence, Receiver, task_of
+from jgraph.rpc.frames import body_of, check_protocol, frame
 from jgraph.rpc.resumable.accepting import first_frames
 from jgraph.rpc.resumable.admission_control import (
     Admission,
@@ -58,6 +62,7 @@ class Service:
       shares_memory: take tensors in shared memory from senders that offer it.
       doors: where callers may connect beside their streams.
       presence: tells whether a sender is gone whose connection broke.
+      offered: keeps the streams that tasks offer which only dial.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class Service:
         shares_memory: bool,
         presence: Presence,
         doors: Doors,
+        offered: OfferedStreams,
         checks_certificates: bool = False,
         roles: Roles | None = None,
     ) -> None:
@@ -82,6 +88,7 @@ class Service:
         self._buffers = buffers
         self._room = room
         self._doors = doors
+        self._offered = offered
         self._checks_certificates = checks_certificates
         self._roles = roles
         self._closing = False
@@ -101,6 +108,8 @@ class Service:
         methods = {
             "Exchange": grpc.stream_stream_rpc_method_handler(self._exchange),
             "Asks": grpc.stream_stream_rpc_method_handler(self._asks),
+            "Offer": grpc.stream_stream_rpc_method_handler(self._offer),
+            "Relay": grpc.stream_stream_rpc_method_handler(self._relay),
         }
         return grpc.method_handlers_generic_handler("jgraph.v1.Task", methods)
 
@@ -127,6 +136,48 @@ class Service:
     async def _asks(self, requests: AsyncIterator[bytes], context: Any) -> None:
         del requests  # as above
         await self._guard(self._serve(context, self._answer), context)
+
+    async def serve_dialled(self, method: str, context: DialledContext) -> None:
+        """Serves a stream that this side opened, and another task uses, to its end."""
+        serve = {"Exchange": self._receive, "Asks": self._answer}.get(method)
+        if serve is None:
+            what = f"a task that only dials has no method '{method[:80]}'"
+            await self._guard(_refuse(MalformedMessageError(what)), context)
+        else:
+            await self._guard(self._serve(context, serve), context)
+
+    async def _offer(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        del requests  # as above
+        await self._guard(self._keep_offered(context), context)
+
+    async def _keep_offered(self, context: Any) -> None:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            first = await first_frames(context, Decoder())
+        hello: pb.Hello = body_of(first[0])
+        check_protocol(self._hello, hello, hello.task[:80] or "the caller")
+        task = task_of(hello)
+        if self._checks_certificates:
+            check_caller(_names(context), task)
+        address = dial_only_address(task, hello.incarnation)
+        await self._offered.offer(address, context)
+
+    async def _relay(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        del requests  # as above
+        await self._guard(self._pass_on(context), context)
+
+    async def _pass_on(self, context: Any) -> None:
+        names: tuple[bytes, ...] = ()
+        if self._checks_certificates:
+            names = tuple(_names(context))
+            check_caller(names, None)
+        address, method = asked_relay(context)
+        try:
+            async with self._offered.take(
+                address, method, names, CONNECT_TIMEOUT_S
+            ) as stream:
+                await relay(context, stream)
+        except grpc.aio.AioRpcError as broke:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, broke.details() or "")
 
     async def _serve(self, context: Any, serve: _Serve) -> None:
         """Serves a stream from its Hello to its end."""
@@ -217,6 +268,10 @@ def _names(context: Any) -> Iterable[bytes]:
         "x509_subject_alternative_name", ()
     )
     return found
+
+
+async def _refuse(error: JGError) -> None:
+    raise error
 
 
 async def _write(context: Any, message: Frame) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal, TypeAlias, final
 from weakref import WeakSet
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ClusterUnreachableError, ConfigError
 from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.calls.caller import ASKS_METHOD, MAX_ASK_BYTES, CallConnection
@@ -17,6 +17,10 @@ from jgraph.rpc.calls.connections import ConnectionPool
 from jgraph.rpc.dial import (
     CONNECT_TIMEOUT_S,
 )
+from jgraph.rpc.dial_only.address import dial_only_address, is_dial_only
+from jgraph.rpc.dial_only.offered_streams import OfferedStreams
+from jgraph.rpc.dial_only.offering import Offering
+from jgraph.rpc.dial_only.relay import OF, RELAY_METHOD, TO
 from jgraph.rpc.exchange.link import EXCHANGE_METHOD, ExchangeLink
 from jgraph.rpc.exchange.links import Links
 from jgraph.rpc.exchange.receiver import Presence
@@ -26,7 +30,7 @@ from jgraph.rpc.grpc.server_port import ServerPort
 from jgraph.rpc.grpc.service import Service
 from jgraph.rpc.resumable.admission_control import RequestBudget
 from jgraph.rpc.resumable.backlog import default_queue_limit
-from jgraph.rpc.resumable.dialing import OpenStream, Stream
+from jgraph.rpc.resumable.dialing import OpenStream
 from jgraph.rpc.security.auth import Roles
 from jgraph.rpc.security.tls import TLS
 from jgraph.rpc.security.token import Token
@@ -35,6 +39,8 @@ from jgraph.rpc.shared_memory.memory_blocks import Budget
 from jgraph.rpc.shared_memory.memory_files import is_supported
 from jgraph.rpc.shared_memory.shared_memory import SendMemory, default_limit
 from jgraph.rpc.sockets.connecting import DataDialer
+from jgraph.rpc.sockets.offer import Doors
+from jgraph.rpc.sockets.pipe import Stream
 from jgraph.rpc.statistics import Counters, TransportStatistics
 from jgraph.rpc.transport import Address, Frame, Handler
 from jgraph.rpc.wire.buffer_pool import BufferPool
@@ -54,7 +60,8 @@ class GrpcTransport:
     Args:
       task: the task that it speaks for; None for a client, which listens nowhere
         and only calls.
-      bind: ``host:port`` to listen at; port 0 takes a free one.
+      bind: ``host:port`` to listen at; port 0 takes a free one. None: nowhere; the
+        task dials all that listen, and is reached over streams that it offers them.
       max_frame_bytes: larger frames are refused, on both ends.
       same_machine: ``"auto"`` passes frames to and from processes of the same machine
         and user over a Unix socket, and their large tensors through shared memory;
@@ -110,7 +117,7 @@ class GrpcTransport:
         self,
         task: TaskName | None,
         *,
-        bind: Address = "127.0.0.1:0",
+        bind: Address | None = "127.0.0.1:0",
         max_frame_bytes: int = MAX_FRAME_BYTES,
         same_machine: Literal["auto", "off"] = "auto",
         data_port: int | None = 0,
@@ -151,19 +158,25 @@ class GrpcTransport:
         if data_port is not None:
             tls_context = identity and identity.data_context(accepts=False)
             self._data = DataDialer(tls_context, takes_records=seals)
-        self._port = ServerPort(bind, data_port, identity, token, seals=seals)
+        self._port: ServerPort | None = None
+        if bind is not None:
+            self._port = ServerPort(bind, data_port, identity, token, seals=seals)
+        self._offered = OfferedStreams()
+        self._offering: Offering | None = None
+        self._has_tls = identity is not None
         self._service: Service | None = None
         self._numbers: dict[TaskName, Iterator[int]] = {}
         self._links: Links[Prepared] = Links(self._make_link)
         self._channels = Channels(identity, token)
-        self._lines = ConnectionPool(self._channels.shared, self._line)
+        self._lines = ConnectionPool(self._reach, self._line)
         self._line_numbers = itertools.count(1)
         self._closed = False
 
     async def start(self, handler: Handler) -> Address:
         """Begins to accept frames and calls; returns the bound ``host:port``.
 
-        A client gets ``""``: it listens nowhere.
+        A client gets ``""``: it listens nowhere. A task that only dials gets what
+        stands for its address.
 
         Raises:
           AddressError: ``bind`` is not an address of this machine.
@@ -172,7 +185,8 @@ class GrpcTransport:
         if self.task is None:
             return ""
         self._links.start(handler)
-        doors = self._port.open_doors(near=self._is_near)
+        port = self._port
+        doors = Doors() if port is None else port.open_doors(near=self._is_near)
         service = Service(
             handler,
             self._hello,
@@ -180,13 +194,20 @@ class GrpcTransport:
             self._max_frame_bytes,
             self._buffers,
             self._room,
-            shares_memory=self._is_near,
+            shares_memory=self._is_near and port is not None,
             presence=Presence(self, self._links.address_of),
             doors=doors,
-            checks_certificates=self._port.has_tls,
+            offered=self._offered,
+            checks_certificates=self._has_tls,
             roles=self._roles,
         )
-        address = await self._port.listen(service.generic_handler(), doors)
+        if port is None:
+            address = dial_only_address(self.task, self.incarnation)
+            self._offering = Offering(
+                self._hello, self._channels, service.serve_dialled
+            )
+        else:
+            address = await port.listen(service.generic_handler(), doors)
         self.data_port = 0 if doors.data is None else doors.data.port
         self._service = service
         return address
@@ -198,6 +219,8 @@ class GrpcTransport:
         reported as lost.
         """
         self._links.set_peers(peers)
+        if self._offering is not None and not self._closed:
+            self._offering.set_peers(peers)
 
     def post(self, dst: TaskName, frame: Frame) -> None:
         """Queues a frame for ``dst``; never blocks. A failure is ``peer_lost``.
@@ -241,6 +264,10 @@ class GrpcTransport:
         self, peer: TaskName, address: Address, patient: bool
     ) -> AsyncIterator[Stream]:
         """Opens a stream for frames to a task, over a channel of its own."""
+        if is_dial_only(address):
+            async with self._back(address, "Exchange") as stream:
+                yield stream
+            return
         channel = await self._channels.open(
             address, CONNECT_TIMEOUT_S, task=peer, patient=patient
         )
@@ -248,6 +275,52 @@ class GrpcTransport:
             yield self._channels.stream(channel, EXCHANGE_METHOD)
         finally:
             await channel.close(None)
+
+    async def _reach(self, dst: Address, timeout_s: float) -> None:
+        """Makes sure that a server can be asked.
+
+        Raises:
+          JGError: why it cannot.
+        """
+        if is_dial_only(dst) and self._listens:
+            await self._offered.wait(dst, min(CONNECT_TIMEOUT_S, timeout_s))
+        else:
+            where = self._relay_to(dst) if is_dial_only(dst) else dst
+            await self._channels.shared(where, timeout_s)
+
+    @property
+    def _listens(self) -> bool:
+        return self.task is not None and self._port is not None
+
+    def _relay_to(self, dst: Address) -> Address:
+        """Returns a task that passes on to one that only dials.
+
+        Raises:
+          ClusterUnreachableError: none is known here.
+        """
+        dialled = self._offering.addresses if self._offering is not None else []
+        known = [*self._channels.connected, *dialled]
+        if not known:
+            raise ClusterUnreachableError(
+                f"{dst} only dials: nothing listens there, and no task is known here "
+                "that passes on what is said to it; connect to another task of its "
+                "cluster",
+                address=dst,
+            )
+        return known[0]
+
+    @asynccontextmanager
+    async def _back(self, dst: Address, method: str) -> AsyncIterator[Stream]:
+        """Gives a stream to a task that only dials: one that it offered, or a relay."""
+        if self._listens:
+            async with self._offered.take(
+                dst, method, (), CONNECT_TIMEOUT_S
+            ) as offered:
+                yield offered
+            return
+        relay = self._relay_to(dst)
+        channel = await self._channels.shared(relay, CONNECT_TIMEOUT_S)
+        yield self._channels.stream(channel, RELAY_METHOD, (TO, dst), (OF, method))
 
     def _hello_of_line(self) -> pb.Hello:
         hello = pb.Hello(line=next(self._line_numbers))
@@ -315,8 +388,11 @@ class GrpcTransport:
     async def who_is_at(self, dst: Address, timeout_s: float) -> pb.Hello:
         """Returns who answers at an address now; raises as ``ask``.
 
-        Over a connection of its own: one of before leads to who was there then.
+        Over a connection of its own: one of before leads to who was there then. The
+        address of a task that only dials is of one process, so any leads to that.
         """
+        if is_dial_only(dst):
+            return await self._who_answers(self._line(dst, data=False), timeout_s)
         channel = await self._channels.open(dst, timeout_s)
 
         @asynccontextmanager
@@ -324,20 +400,28 @@ class GrpcTransport:
             del patient  # it is open
             yield self._channels.stream(channel, ASKS_METHOD)
 
-        line = self._line(dst, over_it, data=False)
+        try:
+            line = self._line(dst, over_it, data=False)
+            return await self._who_answers(line, timeout_s)
+        finally:
+            await channel.close(None)
+
+    async def _who_answers(self, line: CallConnection, timeout_s: float) -> pb.Hello:
         try:
             request = prepare(frame(call=pb.Call(method=HELLO_METHOD)))
-            reply = await line.ask(HELLO_METHOD, request, timeout_s)
-            theirs: pb.Hello = body_of(reply)
+            theirs: pb.Hello = body_of(await line.ask(HELLO_METHOD, request, timeout_s))
             return theirs
         finally:
             await line.close()
-            await channel.close(None)
 
     @asynccontextmanager
     async def _asks(self, dst: Address, patient: bool) -> AsyncIterator[Stream]:
         """Opens a stream for calls to a server, over the channel of all calls to it."""
         del patient  # who asks waits for a server that starts
+        if is_dial_only(dst):
+            async with self._back(dst, "Asks") as stream:
+                yield stream
+            return
         channel = await self._channels.shared(dst, CONNECT_TIMEOUT_S)
         yield self._channels.stream(channel, ASKS_METHOD)
 
@@ -373,8 +457,12 @@ class GrpcTransport:
             return
         self._closed = True
         await self._links.close()
+        await self._lines.close(is_dial_only)  # which end with the streams offered here
         if self._service is not None:
             self._service.stop()
-            await self._port.close()
+            if self._port is not None:
+                await self._port.close()
         await self._lines.close()
+        if self._offering is not None:
+            await self._offering.close()
         await self._channels.close()

@@ -24,7 +24,7 @@ from jgraph.rpc.resumable.outbox import Outbox, Sendable
 from jgraph.rpc.shared_memory.shared_memory import SendMemory
 from jgraph.rpc.sockets.connecting import DataDialer, connect_local, end_late
 from jgraph.rpc.sockets.frame_socket import LAST_WORDS_S, FrameSocket, Take
-from jgraph.rpc.sockets.pipe import Pipe, StreamPipe
+from jgraph.rpc.sockets.pipe import Pipe, Stream, StreamPipe
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.codec import Buffer, Encoded, encode
@@ -39,7 +39,6 @@ RESUME_POLL_S: Final = 0.05
 
 _logger = logging.getLogger(__name__)
 _Item = TypeVar("_Item", bound=Sendable)
-Stream: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 OpenStream: TypeAlias = Callable[[bool], AbstractAsyncContextManager[Stream]]
 """Opens a stream; keeps trying if nobody listens yet, and it is told to."""
 

@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final, TypeAlias, final
 
-import grpc
-
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.dial import split_address
 from jgraph.rpc.security.tls import expected_at
@@ -20,6 +18,7 @@ from jgraph.rpc.sockets.listener import (
     TICKET_BYTES,
     Ticket,
 )
+from jgraph.rpc.sockets.pipe import Stream
 from jgraph.rpc.sockets.records import KEY_BYTES
 from jgraph.rpc.transport import Address
 
@@ -186,9 +185,7 @@ async def _shown(
     return sock
 
 
-def end_late(
-    stream: "grpc.aio.StreamStreamCall[bytes, bytes]", ended: "asyncio.Future[None]"
-) -> None:
+def end_late(stream: Stream, ended: "asyncio.Future[None]") -> None:
     """Ends a stream whose socket ended, if it does not say by itself why it does."""
     if ended.exception() is not None:
         stream.cancel()

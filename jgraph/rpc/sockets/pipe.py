@@ -1,6 +1,6 @@
 """Pipe of frames: a gRPC stream, or a socket beside it."""
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Final, Protocol, final
 
 from jgraph.rpc.wire.codec import Buffer, pack
@@ -29,6 +29,22 @@ class Pipe(Protocol):
           pieces: must not change until the other side has them.
           moved: is told of bytes that leave.
         """
+
+
+class Stream(Protocol):
+    """A stream of gRPC, as the side that sends the first frame uses it."""
+
+    def write(self, chunk: bytes, /) -> Awaitable[None]:
+        """Sends a chunk."""
+
+    def done_writing(self) -> Awaitable[None]:
+        """Says that nothing follows."""
+
+    def cancel(self) -> bool:
+        """Ends it; says whether it was there."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        """Yields the chunks of the other side."""
 
 
 @final

@@ -27,6 +27,7 @@ from jgraph.failpoints import failpoint
 from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.dial import split_address
+from jgraph.rpc.dial_only.address import dial_only_address
 from jgraph.rpc.frames import body_of
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.security.tls import TLS
@@ -50,6 +51,7 @@ def join_cluster(
     tls: Path | None = None,
     token_file: Path | None = None,
     timeout_s: float = JOIN_S,
+    dial_only: bool = False,
     **options: Any,
 ) -> Server:
     """Returns a server that has joined a cluster as a new task.
@@ -63,13 +65,22 @@ def join_cluster(
         ``jgraph certs --spare``.
       token_file: see ``Server``.
       timeout_s: the cluster may be starting, or without its registrar, for so long.
+      dial_only: listen nowhere, and dial all tasks that do, as behind a firewall that
+        lets nobody in. ``host`` and ``port`` mean nothing then.
       options: of ``Server``.
 
     Raises:
       ClusterUnreachableError: nothing of ours is there.
+      ConfigError: a task of that job must be dialled.
       RescaleError: the cluster takes no such task.
       CertificateError, TokenError, VersionError: it does not take this process.
     """
+    if dial_only and job != "worker":
+        raise ConfigError(
+            f"--dial-only does not go with --job {job:.80}: all workers dial a "
+            f"{job:.80}, so it has to listen; leave --dial-only out, or join as "
+            "--job worker"
+        )
     indices = _indices(tls, job)
     task = TaskName(f"/job:{job}/task:{indices[0]}") if indices else None
     files = as_tls(tls, task)
@@ -83,6 +94,8 @@ def join_cluster(
     name = TaskName(reply.task)
     index = int(name.rpartition(":")[2])
     here = f"{host or _host_towards(address)}:{port}"
+    if dial_only:
+        here = dial_only_address(name, incarnation)
     server = Server(
         ClusterSpec({job: {index: here}}, port_zero=True),
         job,
@@ -90,11 +103,12 @@ def join_cluster(
         tls=as_tls(tls, name),
         token_file=token_file,
         incarnation=incarnation,
+        dial_only=dial_only,
         **options,
     )
     try:
         failpoint("member.serves")
-        server.join_as(address)
+        server.join_as(address, {TaskName(t.task): t.address for t in reply.tasks})
     except BaseException:
         server.stop(0.0)
         raise

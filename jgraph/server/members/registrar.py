@@ -186,7 +186,13 @@ class Registrar:
             await self._wait_told(TaskName(body.task))
         yield frame(
             join_reply=pb.JoinReply(
-                task=name or body.task, members=self._mine(), lease_s=self._lease_s
+                task=name or body.task,
+                members=self._mine(),
+                lease_s=self._lease_s,
+                tasks=[
+                    pb.Member(task=task, address=address)
+                    for task, address in self._context.addresses.items()
+                ],
             )
         )
 

@@ -15,6 +15,7 @@ from jgraph.errors import ConfigError, FencedError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.dial import is_refused
+from jgraph.rpc.dial_only.address import is_dial_only
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.transport import Frame
 from jgraph.server.runs.peers import ready_tasks
@@ -172,7 +173,11 @@ class Runs:
         self._do(self._keep_standby(supervisor))
 
     async def _choose(self, supervisor: RunSupervisor) -> None:
-        ready = await ready_tasks(self._peers)
+        ready = {
+            task: process
+            for task, process in (await ready_tasks(self._peers)).items()
+            if not is_dial_only(self._peers.address(task))  # whom no client could ask
+        }
         before = self._appointed.get(supervisor.name, {})
         incumbents = {
             task: process
