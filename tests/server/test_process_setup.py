@@ -1,5 +1,8 @@
+import os
 import subprocess
 import sys
+
+import pytest
 
 PROGRAM = """
 import threading
@@ -33,3 +36,19 @@ assert "scipy.linalg" in loaded and set(sys.modules) == loaded
 
 def test_a_loaded_compiler_imports_nothing_for_the_first_program() -> None:
     subprocess.run([sys.executable, "-c", COMPILER], check=True, timeout=120)
+
+
+ARROW = """
+from jgraph.server.process_setup import keep_memory
+
+kept = keep_memory()
+import pyarrow
+
+assert not kept or pyarrow.default_memory_pool().backend_name == "system"
+"""
+
+
+def test_arrow_takes_the_memory_that_a_task_keeps() -> None:
+    pytest.importorskip("pyarrow", reason="needs jgraph[data]")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    subprocess.run([sys.executable, "-c", ARROW], check=True, timeout=120, env=clean)

@@ -3,11 +3,12 @@
 A row group is decoded as a whole, and becomes arrays once: its columns stay where Arrow
 has put them, and examples are taken from there. Batches of a few examples, and leases
 that end within a row group, then cost a copy and no decoding. What memory has no room
-for is written to a file the second time that it is decoded, and never decoded again.
+for is written to a file the third time that it is decoded, and never decoded again: two
+leases share a row group, and to decode a small one twice costs less than to write it.
 """
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
@@ -24,6 +25,8 @@ from jgraph.runtime.data.spilled_arrays import SpilledArrays
 
 KEPT_BYTES: Final = 64 << 20
 """Of decoded row groups that a reader keeps in memory, those that were read last."""
+_DECODED: Final = 2
+"""A row group that was decoded so often is written to a file the next time."""
 
 
 @final
@@ -35,7 +38,7 @@ class ParquetReader:
       columns: those to read; None: all.
       wide: keep 64-bit types.
       kept_bytes: of decoded row groups, those that were read last.
-      spilled_bytes: of those that were decoded twice, in a file; see ``SpilledArrays``.
+      spilled_bytes: of those decoded thrice, in a file; see ``SpilledArrays``.
 
     Raises:
       SourceError: a column that is missing or not of numbers, or another schema.
@@ -91,7 +94,7 @@ class ParquetReader:
         self._room = kept_bytes
         self._spill = SpilledArrays(spilled_bytes)
         self._spilled: dict[tuple[int, int], dict[str, Array]] = {}
-        self._decoded: set[tuple[int, int]] = set()
+        self._decoded: Counter[tuple[int, int]] = Counter()
         self._lock = threading.Lock()
         full = next((i for i, part in enumerate(self.parts) if part.examples), None)
         if full is None:
@@ -136,11 +139,11 @@ class ParquetReader:
         )
         arrays = {name: self._array(table, name, part) for name in self._columns}
         # One that memory never has room for is read again as surely as a lease ends.
-        again = key in self._decoded or _nbytes(arrays) > KEPT_BYTES
-        if again and (spilled := self._spill.keep(arrays)) is not None:
+        self._decoded[key] += 1
+        often = self._decoded[key] > _DECODED or _nbytes(arrays) > KEPT_BYTES
+        if often and (spilled := self._spill.keep(arrays)) is not None:
             self._spilled[key] = spilled
             return spilled
-        self._decoded.add(key)
         self._keep(key, arrays)
         return arrays
 

@@ -63,13 +63,13 @@ def test_what_is_kept_of_row_groups_has_a_bound(tmp_path: Path) -> None:
     assert reader._room == GROUP_BYTES - 1
 
 
-def test_a_row_group_that_memory_has_no_room_for_is_decoded_twice_at_most(
+def test_a_row_group_that_memory_has_no_room_for_is_decoded_thrice_at_most(
     tmp_path: Path,
 ) -> None:
     reader, file = opened(tmp_path, 0, 1 << 20)
-    for _ in range(3):
+    for _ in range(5):
         assert reader.read(0, np.array([2, 5]))["y"].tolist() == [2, 5]
-    assert file.decoded == [0, 1, 0, 1]
+    assert file.decoded == [0, 1] * 3
 
 
 def test_a_row_group_larger_than_all_that_is_kept_is_decoded_once(
