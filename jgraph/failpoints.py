@@ -105,6 +105,16 @@ def failpoint(name: str) -> None:
         _armed[name]()
 
 
+def is_any_armed() -> bool:
+    """Whether a point does something; where that is asked first, it is asked often.
+
+    Example:
+      >>> is_any_armed()
+      False
+    """
+    return bool(_armed)
+
+
 @contextmanager
 def armed(name: str, act: Callable[[], object]) -> Iterator[None]:
     """Calls ``act`` at a point until the end of the block.

@@ -1,6 +1,7 @@
 """Helpers that make and read frames."""
 
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
@@ -79,8 +80,9 @@ def check_protocol(ours: pb.Hello, theirs: pb.Hello, who: str) -> None:
     )
 
 
+@cache
 def installed_version(package: str) -> str:
-    """Returns the installed version of a package, or ``"unknown"``."""
+    """Returns the installed version of a package, or ``"unknown"``; reads it once."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -207,6 +207,67 @@ class _Progress:
 
 
 @final
+class _LeaseQueue:
+    """Leases of which one batch is read after the other, fetched before their turn.
+
+    Args:
+      reader: fetches them.
+      go_on: called when one is fetched, or cannot be.
+    """
+
+    def __init__(self, reader: BatchReader, go_on: Callable[[], None]) -> None:
+        self._reader = reader
+        self._go_on = go_on
+        self._leases: deque[Lease] = deque()
+        self._index = 0  # in the first one
+        self._fetching: Lease | None = None
+        self._damaged: Lease | None = None  # could not be fetched: its read says why
+        self._has_new = False  # nobody has looked yet whether they are to be fetched
+
+    def extend(self, leases: Iterable[Lease]) -> None:
+        self._leases.extend(leases)
+        self._has_new = True
+
+    def clear(self) -> None:
+        self._leases.clear()
+
+    def next(self) -> tuple[Lease, int] | None:
+        """Returns the batch that is read next, if it can be read now."""
+        if not self._leases or self._leases[0] is self._fetching:
+            return None
+        lease = self._leases[0]
+        index = lease.first + self._index
+        self._index += 1
+        if self._index == lease.batches:
+            self._leases.popleft()
+            self._index = 0
+            self._has_new = True
+        return lease, index
+
+    def fetch_ahead(self) -> None:
+        """Fetches the lease that is read, and while that is, the one after it.
+
+        What a lease takes is so spread over the steps of the one before.
+        """
+        if not self._has_new or self._fetching is not None:
+            return
+        for lease in islice(self._leases, _FETCHED):
+            if lease is self._damaged:
+                return
+            if self._reader.is_due(lease):
+                self._fetching = lease
+                self._reader.fetch(lease, partial(self._fetch_over, lease))
+                return
+        self._has_new = False
+
+    def _fetch_over(self, lease: Lease, error: BaseException | None) -> None:
+        self._fetching = None
+        if error is not None:
+            self._damaged = lease
+        self._go_on()
+
+
+@final
 class DataFeed:
     """Gives batches to a loop until the master says that all are done.
 
@@ -233,14 +294,11 @@ class DataFeed:
         self._ask = ask
         self._clock = clock
         self._pieces = pieces
-        self._leases: deque[Lease] = deque()
+        self._leases = _LeaseQueue(reader, self._go_on)
         self._together: deque[Sequence[Lease]] = deque()
         self._ready: deque[NumberedBatch] = deque()
-        self._index = 0  # in the first lease
         self._held = 0  # in leases, being read, and ready
         self._reading = False
-        self._fetching: Lease | None = None
-        self._damaged: Lease | None = None  # could not be fetched: its read says why
         self._waiting: Taken | None = None
         self._error: BaseException | None = None
         self._over = self._dry = self._ended = False
@@ -308,46 +366,20 @@ class DataFeed:
 
     # ------------------------------------------------------------ reading
 
-    def _fetch_ahead(self) -> None:
-        """Fetches the lease that is read, and while that is, the one after it.
-
-        What a lease takes is so spread over the steps of the one before.
-        """
-        if self._reading or self._fetching is not None:
-            return
-        for lease in islice(self._leases, _FETCHED):
-            if lease == self._damaged:
-                return
-            if self._reader.is_due(lease):
-                self._fetching = lease
-                self._reader.fetch(lease, partial(self._fetch_over, lease))
-                return
-
-    def _fetch_over(self, lease: Lease, error: BaseException | None) -> None:
-        self._fetching = None
-        if error is not None:
-            self._damaged = lease
-        self._go_on()
-
     def _read_ahead(self) -> None:
-        self._fetch_ahead()
-        if self._reading or len(self._ready) >= _READY:
+        if self._reading:
+            return
+        self._leases.fetch_ahead()
+        if len(self._ready) >= _READY:
             return
         if self._together:
             self._reading = True
             leases = self._together.popleft()
             self._reader.read_together(leases, self._pieces, self._read_over)
             return
-        if not self._leases or self._leases[0] == self._fetching:
-            return
-        self._reading = True
-        lease = self._leases[0]
-        index = lease.first + self._index
-        self._index += 1
-        if self._index == lease.batches:
-            self._leases.popleft()
-            self._index = 0
-        self._reader.read(lease, index, self._read_over)
+        if (batch := self._leases.next()) is not None:
+            self._reading = True
+            self._reader.read(*batch, self._read_over)
 
     def _read_over(self, read: Read) -> None:
         self._reading = False

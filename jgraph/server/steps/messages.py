@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias, final
 import numpy as np
 
 from jgraph.errors import JGError
-from jgraph.failpoints import failpoint
+from jgraph.failpoints import failpoint, is_any_armed
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
@@ -142,7 +142,10 @@ class StepMessages:
             )
             self._transport.post(dst, frame(abort_step=order))
             return
-        said = [header, *header.more] if header.more else [header]
+        if is_any_armed():
+            self._pass_failpoints([header, *header.more])
+
+    def _pass_failpoints(self, said: Sequence[pb.Values]) -> None:
         if any(one.HasField("done") for one in said):
             self._on_report()
         if any(self.drives((one.handle, one.step_id)) for one in said):
