@@ -29,7 +29,8 @@ class JournalWriter:
     """Appends facts to a file.
 
     Args:
-      path: of the file; one that is a journal is gone on with.
+      path: of the file; one that is a journal is gone on with. Its directory is made
+        where there is none.
       part_bytes: a file that is larger is packed, and another one begun.
       all_bytes: of the packed files together; the oldest go.
 
@@ -47,6 +48,8 @@ class JournalWriter:
         if path.exists() or path.is_symlink():
             with _opened(path) as file:
                 _check_head(file.readline(_LINE), path)
+        elif not path.parent.exists():
+            path.parent.mkdir(parents=True)
         self._file = self._open()
         self._status: Fact = {}
 

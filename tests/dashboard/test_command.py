@@ -91,7 +91,7 @@ def test_a_cluster_of_this_machine_has_a_dashboard_if_asked_for(
         (["--replay", "none.jsonl"], 1, "JG-622 cannot read the journal none.jsonl"),
         (["--bind", "0.0.0.0"], 4, "JG-116 a dashboard speaks plain HTTP"),
         (["--embed-origin", "*"], 1, "JG-124 --embed-origin '*' is no origin"),
-        (["--journal", "/no/such/place"], 1, "JG-124 cannot write the journal"),
+        (["--journal", "/dev/null/board.jsonl"], 1, "JG-124 cannot write the journal"),
         (["--at", "yesterday"], 2, "--at is a time of a journal"),
         (["--replay", "a", "--journal", "b"], 2, "--replay asks no cluster"),
         (["--grafana", "no/g.json"], 1, "JG-124 cannot write no/g.json: No such file"),

@@ -101,6 +101,12 @@ def test_a_journal_is_gone_on_with(tmp_path: Path) -> None:
     assert list(JournalReader(path)) == [status(0), status(1)]
 
 
+def test_the_directory_of_a_journal_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "mlp" / "board.jsonl"
+    JournalWriter(path).close()
+    assert path.stat().st_size
+
+
 def test_a_journal_has_one_writer(tmp_path: Path) -> None:
     path = tmp_path / "board.jsonl"
     writer = JournalWriter(path, part_bytes=10)
