@@ -10,9 +10,11 @@ part.
 ``--kill``: a worker is killed, of whose part the next one has a copy: milliseconds
 between the updates before and after.
 
-``--rows`` prints what there is of the table of figures.
+``--rows`` prints the table of figures, with those of ``apart`` and ``secure_sum``, and
+``--only 1 4`` these rows of it.
 """
 
+import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -181,9 +183,27 @@ def ratios(key: str, **wanted: Any) -> Callable[[Lines], list[Any]]:
     return figures
 
 
-ONE_HOST = "collectives --workers 2 4"
+def of_one(*keys: str) -> Callable[[Lines], list[Any]]:
+    """Returns what takes these figures of the only line."""
+
+    def figures(lines: Lines) -> list[Any]:
+        (line,) = lines
+        return [line.get(key) for key in keys]
+
+    return figures
+
+
+def both_ratios(lines: Lines) -> list[Any]:
+    """Returns how many times as long the ps take by numbers of workers, and DDP."""
+    return [
+        line.get(key)
+        for key in ("ps_over_workers", "torch_ddp_over_workers")
+        for line in lines
+    ]
+
+
 TABLE = [
-    Row([ONE_HOST], ratios("ps_over_workers")),
+    Row(["collectives --workers 2 4"], both_ratios),
     Row(
         ["collectives --workers 2 4 --transport network"],
         ratios("torch_ddp_over_workers"),
@@ -192,8 +212,34 @@ TABLE = [
         ["collectives --model wide_deep --mb 20 --workers 2"], ratios("ps_over_workers")
     ),
     Row(["collectives --kill --mb 8"], ratios("pause_ms"), "ms"),
+    Row(
+        ["apart --kind diloco"],
+        of_one("every_50_more", "every_500_more"),
+        "of the loss more",
+    ),
+    Row(
+        ["apart --kind digits"],
+        of_one("fedavg_accuracy", "diloco_accuracy"),
+        "accuracy",
+    ),
+    Row(
+        ["apart --kind link"],
+        of_one("speed_at_500", "sync_speed"),
+        "of the speed alone",
+    ),
+    Row(
+        ["apart --kind privacy"],
+        of_one("accuracy", "epsilon_off"),
+        "accuracy; epsilon off",
+    ),
+    Row(
+        ["secure_sum"],
+        lambda lines: [statistics.median([line["member_s"] for line in lines])],
+        "s of a member and round",
+    ),
 ]
-"""Rows 1 to 4 of the table; the first one beside ``dense="ps"``."""
+"""One host, between hosts, tables beside, a worker lost; then by workers that talk
+seldom: DiLoCo, clients with two digits each, a slow line, privacy, secure sums."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -207,9 +253,10 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kill", action="store_true", help="a worker, with a copy")
     parser.add_argument("--rows", action="store_true", help="rows of a table")
+    parser.add_argument("--only", type=int, nargs="+", default=[], help="rows")
     a = parser.parse_args(args)
     if a.rows:
-        print_rows(TABLE)
+        print_rows(TABLE, a.only)
     elif a.kill:
         kill(a)
     else:

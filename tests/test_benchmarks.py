@@ -15,6 +15,7 @@ from flax import nnx
 
 import jgraph
 from benchmarks import (
+    apart,
     auto,
     collectives,
     compare,
@@ -295,7 +296,8 @@ def test_commands_of_a_selection_are_understood(
         raise UnderstoodError
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
-    of_rows = [command for row in network.ROWS for command in row.commands]
+    tables = [*network.ROWS, *collectives.TABLE]
+    of_rows = [command for row in tables for command in row.commands]
     for words in [*chosen.commands(peers), *of_rows]:
         name, *options = words.split()
         module = importlib.import_module(f"benchmarks.{name}")
@@ -492,6 +494,20 @@ def test_a_dashboard_is_measured_by_what_it_holds(bench: Bench) -> None:
     assert (line["facts"], line["tasks"]) == (120, 4)
     assert line["board_mb"] >= line["halfway_mb"] >= 0
     assert line["fact_us"] > 0
+
+
+def test_epsilon_of_digits_is_that_of_the_accountant(bench: Bench) -> None:
+    (line,) = bench(apart.main, "--kind privacy --steps 3 --rounds 1")
+    assert 0 < line["epsilon"] < 8
+    assert line["epsilon_off"] <= 1e-9
+    assert line["accuracy"] > 0.05
+
+
+@pytest.mark.procs
+@pytest.mark.nightly
+def test_clients_with_two_digits_each_train_by_both_ways(bench: Bench) -> None:
+    (line,) = bench(apart.main, "--kind digits --steps 1")
+    assert {"fedavg_accuracy", "diloco_accuracy"} <= set(line)
 
 
 def test_a_secure_sum_is_exact(bench: Bench) -> None:

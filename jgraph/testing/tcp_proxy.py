@@ -3,11 +3,14 @@
 import asyncio
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from functools import partial
 from typing import Self, final
 
 _CHUNK = 1 << 16
+_LINE_CHUNK = 1 << 13
+"""Of a slow line: nobody waits longer for a turn than this takes."""
 _PORT = struct.Struct("<I")
 _DATA_SOCKET = re.compile(rb"\x0d(..\0\0)\x12\x20.{32}\x1a\x20.{32}", re.DOTALL)
 """The message of that name, as gRPC sends it without TLS."""
@@ -33,6 +36,9 @@ class TcpProxy:
         are reset, and the number is forgotten.
       watch: is given what passes to and from data ports.
       delay_s: what arrives is passed on so much later.
+      bytes_per_s: so much passes each way at most, of connections that are made from
+        now on together; more waits, as at the end of a slow line, and ``delay_s``
+        comes on top of each byte once. 0: without bound.
       flips: so many times one bit of what passes next, either way, is another.
       held: set when something arrived that is not passed on, because it is silent.
 
@@ -56,6 +62,8 @@ class TcpProxy:
         self.cut_after_bytes: int | None = None
         self.watch: Callable[[bytes], object] = len
         self.delay_s = 0.0
+        self.bytes_per_s = 0.0
+        self._free_at = {True: 0.0, False: 0.0}  # either way
         self.flips = 0
         self.held = asyncio.Event()
         self._passes = asyncio.Event()
@@ -128,27 +136,67 @@ class TcpProxy:
         is_data: bool,
     ) -> None:
         try:
-            while chunk := await source.read(_CHUNK):
-                if self.delay_s:  # it plays a slow network
-                    await asyncio.sleep(self.delay_s)
-                if not self._passes.is_set():
-                    self.held.set()
-                    await self._passes.wait()
-                passing = chunk[: None if is_back else self._remaining()]
-                if is_back and not is_data:
-                    passing = await self._led_here(chunk)
-                if is_data:
-                    self.watch(passing)
-                sink.write(self._flipped(passing))
-                await sink.drain()
-                if not is_back:
-                    self.data_bytes += is_data * len(passing)
-                    self._count(len(passing))
+            async with aclosing(self._arrivals(source, is_back)) as arrivals:
+                async for chunk in arrivals:
+                    if not self._passes.is_set():
+                        self.held.set()
+                        await self._passes.wait()
+                    passing = chunk[: None if is_back else self._remaining()]
+                    if is_back and not is_data:
+                        passing = await self._led_here(chunk)
+                    if is_data:
+                        self.watch(passing)
+                    sink.write(self._flipped(passing))
+                    await sink.drain()
+                    if not is_back:
+                        self.data_bytes += is_data * len(passing)
+                        self._count(len(passing))
         except OSError:
             pass
         finally:
             self._sinks.discard(sink)
             sink.close()
+
+    async def _arrivals(
+        self, source: asyncio.StreamReader, is_back: bool
+    ) -> AsyncGenerator[bytes, None]:
+        """Yields what comes from one end when it arrives at the other."""
+        if not self.bytes_per_s:
+            while chunk := await source.read(_CHUNK):
+                if self.delay_s:  # it plays a slow network
+                    await asyncio.sleep(self.delay_s)
+                yield chunk
+            return
+        line: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+        sending = asyncio.create_task(self._send(source, line, is_back))
+        now = asyncio.get_running_loop().time
+        try:
+            while True:
+                due, chunk = await line.get()
+                await asyncio.sleep(max(due - now(), 0.0))
+                if not chunk:
+                    return
+                yield chunk
+        finally:
+            sending.cancel()
+
+    async def _send(
+        self,
+        source: asyncio.StreamReader,
+        line: "asyncio.Queue[tuple[float, bytes]]",
+        is_back: bool,
+    ) -> None:
+        """Puts what comes on the line, one chunk after the other, and last nothing."""
+        now, chunk = asyncio.get_running_loop().time, b" "
+        while chunk:
+            try:
+                chunk = await source.read(_LINE_CHUNK)
+            except OSError:
+                chunk = b""
+            began = max(now(), self._free_at[is_back])
+            self._free_at[is_back] = began + len(chunk) / self.bytes_per_s
+            await asyncio.sleep(self._free_at[is_back] - now())
+            line.put_nowait((now() + self.delay_s, chunk))
 
     async def _led_here(self, chunk: bytes) -> bytes:
         """Returns what the target said, with our ports in place of its data ports."""

@@ -1,0 +1,265 @@
+"""Training that talks seldom: ``python -m benchmarks apart --kind diloco``.
+
+``diloco``: the transformer of characters of ``jgraph examples diloco``: by how much its
+loss is above that of ``SyncPS`` after as many steps, with an exchange each 50 and each
+500 steps. Needs ``--data``, a directory with ``input.txt``.
+
+``digits``: ten clients with two digits each, by FedAvg and DiLoCo, as ``jgraph examples
+federated``: accuracy and loss.
+
+``link``: four workers, each behind a line of 10 Mbit/s and 100 ms each way, and a
+transformer of 8 MB. Rounds of ``--every`` steps over these lines and without, in turns,
+give what an exchange costs and a step takes; from both follows the part of the speed
+that workers alone have, at 500 steps a round. Steps of ``SyncPS`` are measured beside.
+
+``privacy``: digits for an epsilon of 8 at a delta of 1e-5: accuracy, and how far
+epsilon is from what the accountant says of that noise, rate and number of updates.
+
+Prints a JSON line for each. ``python -m benchmarks collectives --rows`` has them in its
+table.
+"""
+
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jgraph as jg
+from benchmarks import measure
+from jgraph.cluster import event_loop
+from jgraph.cluster.spec import ClusterSpec
+from jgraph.examples import diloco, federated
+from jgraph.examples.options import Options
+from jgraph.testing.tcp_proxy import TcpProxy
+
+WORKERS, LINE_BYTES_PER_S, LINE_DELAY_S = 4, 10e6 / 8, 0.1
+ROUND_STEPS: Final = 500
+"""Of the figure that is wanted."""
+CHARACTERS, LENGTH, WIDTH, LAYERS = 96, 64, 256, 2
+BATCH = 16
+EPSILON, DELTA, NOISE, UPDATES = 8.0, 1e-5, 1.6, 600
+EXAMPLES, SAMPLE = 1500, 128
+"""Of digits to train on, and of one update on average."""
+
+
+def of_characters(a: Any) -> dict[str, Any]:
+    """Losses after equal steps; see ``jgraph.examples.diloco``."""
+    options = Options(steps=a.steps or 1000)
+    with jg.LocalCluster(ps=1, workers=WORKERS) as cluster:
+        return dict(diloco.run(_data(a), cluster, options))
+
+
+def of_digits(a: Any) -> dict[str, Any]:
+    """Accuracies of clients with two digits each; see ``jgraph.examples.federated``."""
+    options = Options(steps=a.steps or 100)
+    with jg.LocalCluster(ps=1, workers=federated.CLIENTS) as cluster:
+        return dict(federated.run(cluster, options))
+
+
+def _data(a: Any) -> Path:
+    home = Path(os.environ.get("JGRAPH_DATA", "../shared/data"))
+    return Path(a.data) if a.data else home / "tinyshakespeare"
+
+
+class Block(nnx.Module):
+    """Attention to the characters before, and a layer of two."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norms = nnx.List([nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2)])
+        self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
+        self.hidden = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.out = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        before = nnx.make_causal_mask(x[..., 0])
+        x = x + self.attention(self.norms[0](x), mask=before)
+        return x + self.out(nnx.gelu(self.hidden(self.norms[1](x))))
+
+
+class Text(nnx.Module):
+    """A transformer of 8 MB without its tables, which are small."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Param(jnp.zeros((CHARACTERS, WIDTH)))
+        self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
+        self.widest = nnx.Linear(WIDTH, 6 * WIDTH, rngs=rngs)
+        self.out = nnx.Linear(6 * WIDTH, CHARACTERS, rngs=rngs)
+
+    def __call__(self, text: Any) -> Any:
+        x = jnp.eye(CHARACTERS)[text] @ self.embed[...]
+        for block in self.blocks:
+            x = block(x)
+        return self.out(nnx.relu(self.widest(x)))
+
+
+def text_loss(model: Any, text: Any) -> Any:
+    logits = model(text[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:])
+    return losses.mean()
+
+
+@contextmanager
+def behind_lines(*, slow: bool) -> Iterator[str]:
+    """A ps and workers in this process; gives what a client connects to.
+
+    Args:
+      slow: each worker is behind a line of its own; else nothing is between them.
+    """
+    jobs = {"ps": 1, "worker": WORKERS}
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(
+                jg.Server({job: {n: "127.0.0.1:0"}}, job, n, transport="network")
+            )
+            for job, count in jobs.items()
+            for n in range(count)
+        ]
+        ps, *workers = servers
+        direct = [worker.address for worker in workers]
+        there = [_line(stack, address) for address in direct] if slow else direct
+        ps.set_cluster(ClusterSpec({"ps": [ps.address], "worker": there}))
+        for n, worker in enumerate(workers):
+            towards = _line(stack, ps.address) if slow else ps.address
+            own = [*there[:n], direct[n], *there[n + 1 :]]
+            worker.set_cluster(ClusterSpec({"ps": [towards], "worker": own}))
+        yield ps.target
+
+
+def _line(stack: ExitStack, address: str) -> str:
+    """Returns an address that leads to another over a slow line."""
+    proxy = TcpProxy(address)
+    proxy.bytes_per_s, proxy.delay_s = LINE_BYTES_PER_S, LINE_DELAY_S
+    event_loop.run(proxy.__aenter__())
+    stack.callback(lambda: event_loop.run(proxy.__aexit__()))
+    return proxy.address
+
+
+def _seconds(there: jg.Trainer, text: Any, updates: int) -> float:
+    """Returns the seconds of an update, the first one left out."""
+    run = there.fit(text, steps=updates + 1, batch_size=BATCH, progress=False)
+    when = run.metrics("loss")["seconds"]
+    return float(when[-1] - when[0]) / updates
+
+
+def over_lines(a: Any) -> dict[str, Any]:
+    """Rounds over slow lines and without, in turns, and steps of ``SyncPS``."""
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, CHARACTERS, (4096, LENGTH + 1)).astype(np.int32)
+    strategies: dict[str, Callable[[], Any]] = {
+        "rounds": lambda: jg.LocalSGD(sync_every=a.every),
+        "sync": jg.SyncPS,
+    }
+    ways: dict[str, Callable[[], float]] = {}
+    with ExitStack() as stack:
+        for place in ("slow", "direct"):
+            target = stack.enter_context(behind_lines(slow=place == "slow"))
+            cluster = stack.enter_context(jg.connect(target))
+            for name, strategy in strategies.items():
+                there = jg.Trainer(
+                    Text(),
+                    text_loss,
+                    optax.adamw(1e-3),
+                    cluster=cluster,
+                    strategy=strategy(),
+                    sparse="off",
+                )
+                there.fit(text, steps=1, batch_size=BATCH, progress=False)
+                ways[f"{name}_{place}"] = partial(_seconds, there, text, 1)
+        found = measure.take_turns(ways, a.rounds)
+    slow, direct = found["rounds_slow"], found["rounds_direct"]
+    pauses = [max(s - d, 0.0) for s, d in zip(slow, direct, strict=True)]
+    step_s = statistics.median(direct) / a.every
+    alone_s = ROUND_STEPS * step_s
+    parts = [alone_s / (alone_s + pause) for pause in pauses]
+    sync = zip(found["sync_direct"], found["sync_slow"], strict=True)
+    return {
+        "every": a.every,
+        "step_s": round(step_s, 4),
+        **measure.spread("exchange_s", pauses, 2),
+        **measure.spread("speed_at_500", parts, 3),
+        **measure.spread("sync_speed", [alone / over for alone, over in sync], 3),
+    }
+
+
+def privately(a: Any) -> dict[str, Any]:
+    """Digits with examples hidden; see ``docs/privacy.md``."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    figures = dict[str, Any]()
+    accuracies = list[float]()
+    for seed in range(a.rounds):
+        order = np.random.default_rng(seed).permutation(len(labels))
+        x, y = (images[order] / 16).astype(np.float32), labels[order].astype(np.int32)
+        hidden = jg.Privacy(
+            noise_multiplier=NOISE, clip=1.0, delta=DELTA, target_epsilon=EPSILON
+        )
+        with jg.Trainer(
+            federated.Network(nnx.Rngs(seed)),
+            _digit_loss,
+            optax.adam(5e-3),
+            strategy=jg.Local(privacy=hidden),
+        ) as there:
+            run = there.fit(
+                {"x": x[:EXAMPLES], "y": y[:EXAMPLES]},
+                steps=a.steps or UPDATES,
+                batch_size=SAMPLE,
+                progress=False,
+            )
+            rest = {"x": x[EXAMPLES:], "y": y[EXAMPLES:]}
+            accuracies.append(there.evaluate(rest)["accuracy"])
+        assert run.epsilon is not None
+        due = accounted(run.steps)
+        figures["epsilon"] = round(run.epsilon, 4)
+        off = abs(run.epsilon - due)
+        figures["epsilon_off"] = max(figures.get("epsilon_off", 0.0), off)
+    return {**figures, **measure.spread("accuracy", accuracies, 4)}
+
+
+def _digit_loss(model: Any, batch: Any) -> Any:
+    return federated.loss_fn(model, batch)
+
+
+def accounted(updates: int) -> float:
+    """Returns the epsilon that dp-accounting itself says of these updates."""
+    import dp_accounting
+    from dp_accounting import pld
+
+    sampled = dp_accounting.PoissonSampledDpEvent(
+        SAMPLE / EXAMPLES, dp_accounting.GaussianDpEvent(NOISE)
+    )
+    accountant = pld.PLDAccountant()
+    accountant.compose(dp_accounting.SelfComposedDpEvent(sampled, updates))
+    return float(accountant.get_epsilon(DELTA))
+
+
+KINDS: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
+    "diloco": of_characters,
+    "digits": of_digits,
+    "link": over_lines,
+    "privacy": privately,
+}
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = measure.parser(__doc__)
+    parser.add_argument("--kind", choices=list(KINDS), default="digits")
+    parser.add_argument("--steps", type=int, help="of a run; less says less")
+    parser.add_argument("--every", type=int, default=4, help="steps of a round: link")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--data", help="directory with input.txt")
+    a = parser.parse_args(args)
+    measure.emit("apart", kind=a.kind, rounds=a.rounds, **KINDS[a.kind](a))
+
+
+if __name__ == "__main__":
+    main()
