@@ -1,13 +1,19 @@
 """A model server beside a bare gRPC echo: ``python -m benchmarks.serving``.
 
 Server and callers are processes of their own; callers ask again as soon as they are
-answered. What is compared takes turns. ``--rows``: the rows of the table of figures
-that there are: requests of an empty model against an echo of the same bytes (1), CPU
-of the server beside mlserver's where that is installed (2, see ``serving_peer``), rows
-computed together against one by one on a model of 1 ms and on a small one (3), p99 and
-failed requests while versions come, against before (4), seconds from the commit of a
-version of 100 MB to its first answer (5), answers from parameters in training (6 and 7,
-see ``serving_live``), and from nothing to the first answer of a small model (8).
+answered. What is compared takes turns. ``--rows`` prints the rows of the table of
+figures, ``--only 1 4`` those of these numbers:
+
+1. requests of an empty model against an echo of the same bytes, 1 and 16 callers;
+2. CPU of the server beside mlserver's, by gRPC and REST (see ``serving_peer``);
+3. rows computed together against one by one, a model of 1 ms and a small one;
+4. p99 while versions come against before, of the same architecture and of others, and
+   failed requests of all;
+5. seconds from the commit of a version of 100 MB until it is ready, found by looking
+   every 0.2 s, and seconds of reading its files alone;
+6. and 7. answers from parameters in training (see ``serving_live``);
+8. seconds from nothing to the first answer of a small model; memory for each further
+   version of 100 MB beside its arrays, of the same architecture and of others.
 """
 
 import asyncio
@@ -25,15 +31,18 @@ from typing import Any, Final
 import grpc
 import jax.numpy as jnp
 import numpy as np
-import psutil
 
 import jgraph as jg
 from benchmarks import measure, serving_live, serving_peer
 from benchmarks.peer_process import ROOT
+from jgraph.cluster.polling import Polling
 from jgraph.serving._pb import inference_pb2 as pb
 
 INFER: Final = "/inference.GRPCInferenceService/ModelInfer"
+READY: Final = "/inference.GRPCInferenceService/ModelReady"
 ECHO: Final = "/echo/Echo"
+MEMORY_VERSIONS: Final = 3
+"""Further ones, at each of which memory is looked at."""
 WIDE: Final = 1024
 
 
@@ -43,32 +52,55 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--versions", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=100_000, help="while they come")
     parser.add_argument("--rows", action="store_true", help="print the table's rows")
+    parser.add_argument("--only", type=int, nargs="+", default=[], metavar="ROW")
     parser.add_argument("--echo", action="store_true", help="used inside")
     a = parser.parse_args(args)
     if a.echo:
         asyncio.run(echo())
         return
-    with tempfile.TemporaryDirectory() as directory:
-        models = Path(directory)
-        rates = noop_and_batching(models / "rates", a)
-        rolled = swap(models / "swap", a)
-        loaded_s = large(models / "large", a)
-        live = serving_live.live(a)
-        peer: dict[str, float] = {}
-        if serving_peer.PROGRAM.exists():
-            peer = serving_peer.beside(Path(directory) / "beside", a.seconds, a.rounds)
-    if not a.rows:
-        return
-    measure.emit_row(1, rates["noop"], "x")
-    if peer:
-        measure.emit_row(2, [peer["grpc"], peer["rest"]], "x")
-    measure.emit_row(3, rates["batched"], "x")
-    measure.emit_row(4, [rolled["p99_ratio"], rolled["failed"]], "x, requests")
-    measure.emit_row(5, loaded_s, "s")
-    measure.emit_row(6, [*live["p50_ms"], live["kept"]], "ms, x")
-    measure.emit_row(7, [live["row"], live["dense"]], "s")
-    measure.emit_row(8, rates["cold_s"], "s")
+    live: dict[str, Any] = {}
+    table: list[tuple[Callable[[Path], Any], str]] = [
+        (lambda path: noop(path, a), "x"),
+        (lambda path: beside(path, a), "x"),
+        (lambda path: batchings(path, a), "x"),
+        (lambda path: swaps(path, a), "x, requests"),
+        (lambda path: large(path, a), "s"),
+        (lambda _: answers_in_training(live, a), "ms, x"),
+        (lambda _: freshness(live, a), "s"),
+        (lambda path: start_and_memory(path, a), "s, x"),
+    ]
+    rows = []
+    for number, (figures, unit) in enumerate(table, 1):
+        if a.only and number not in a.only:
+            continue
+        with tempfile.TemporaryDirectory() as directory:
+            rows.append((number, figures(Path(directory)), unit))
+    for number, value, unit in rows if a.rows else ():
+        why = {} if value is not None else {"failed": ["make peers-mlserver first"]}
+        measure.emit_row(number, value, unit, **why)
+
+
+def beside(directory: Path, a: Any) -> list[float] | None:
+    """The share of mlserver's CPU that a request takes; None: it is not installed."""
+    if not serving_peer.PROGRAM.exists():
+        return None
+    shares = serving_peer.beside(directory, a.seconds, a.rounds)
+    return [shares["grpc"], shares["rest"]]
+
+
+def answers_in_training(live: dict[str, Any], a: Any) -> list[float]:
+    """Milliseconds of answers from parameters in training, and what training keeps."""
+    live |= serving_live.live(a)
+    return [*live["p50_ms"], live["kept"]]
+
+
+def freshness(live: dict[str, Any], a: Any) -> list[float]:
+    """Seconds until an update is in an answer: of a row, of a dense parameter."""
+    if not live:
+        live |= serving_live.live(a)
+    return [live["row"], live["dense"]]
 
 
 def mlp(models: Path, name: str, *, width: int, layers: int, options: str = "") -> None:
@@ -87,25 +119,16 @@ def mlp(models: Path, name: str, *, width: int, layers: int, options: str = "") 
         (models / name / "model.toml").write_text(options)
 
 
-def noop_and_batching(models: Path, a: Any) -> dict[str, Any]:
-    """Rates of an empty model, and of models whose rows are computed together."""
-    alone = "[batching]\nmax_rows = 1\n"
+def noop(models: Path, a: Any) -> list[float]:
+    """Rates of an empty model beside those of an echo, for 1 and for 16 callers."""
     jg.export(lambda x: x + 0, np.zeros((1, 16), np.float32), models / "noop")
-    for name, width, layers in (("small", 16, 2), ("large", WIDE, 2)):
-        mlp(models, name, width=width, layers=layers)
-        mlp(models, f"{name}_alone", width=width, layers=layers, options=alone)
-    mlp(models.with_name("cold"), "small", width=16, layers=2)
-    cold = [cold_start(models.with_name("cold")) for _ in range(a.rounds)]
-    told = measure.spread("s", cold, 2)
-    measure.emit("serving", what="cold start", **told)
-    cold_s = told["s"]
+    ratios = []
     with served(models) as server, echoing() as port:
-        ratios = []
         for clients in (1, 16):
-            noop = calls(f"127.0.0.1:{server.grpc_port}", server, "noop", 16)
-            bare = calls(f"127.0.0.1:{port}", None, "noop", 16)
+            empty = calls(f"127.0.0.1:{server.grpc_port}", server, "noop", 16)
+            bare = calls(f"127.0.0.1:{port}", server, "noop", 16, method=ECHO)
             ways = {
-                "serving": partial(rate, noop, clients, a.seconds),
+                "serving": partial(rate, empty, clients, a.seconds),
                 "echo": partial(rate, bare, clients, a.seconds),
             }
             found = measure.take_turns(ways, a.rounds)
@@ -119,8 +142,68 @@ def noop_and_batching(models: Path, a: Any) -> dict[str, Any]:
                 **measure.spread("echo_per_s", found["echo"]),
             )
             ratios.append(told["ratio"])
-        batched = [batching(server, name, a) for name in ("large", "small")]
-    return {"cold_s": cold_s, "noop": ratios, "batched": batched}
+    return ratios
+
+
+def batchings(models: Path, a: Any) -> list[float]:
+    """How much faster rows are answered together than one by one, by model."""
+    alone = "[batching]\nmax_rows = 1\n"
+    for name, width, layers in (("small", 16, 2), ("large", WIDE, 2)):
+        mlp(models, name, width=width, layers=layers)
+        mlp(models, f"{name}_alone", width=width, layers=layers, options=alone)
+    with served(models) as server:
+        return [batching(server, name, a) for name in ("large", "small")]
+
+
+def start_and_memory(directory: Path, a: Any) -> list[float]:
+    """Seconds to the first answer; memory of a further version beside its arrays."""
+    mlp(directory / "cold", "small", width=16, layers=2)
+    cold = [cold_start(directory / "cold") for _ in range(a.rounds)]
+    told = measure.spread("s", cold, 2)
+    measure.emit("serving", what="cold start", **told)
+    kinds = {"same": False, "another": True}
+    shares = [
+        memory(directory / name, a, are_others=are_others)
+        for name, are_others in kinds.items()
+    ]
+    return [told["s"], *shares]
+
+
+def memory(models: Path, a: Any, *, are_others: bool) -> float:
+    """Memory that a server takes for each further version, beside its arrays."""
+    rows = a.megabytes * 1_000_000 // 4 // 100
+    drafts = models.with_name(f"{models.name} drafts")
+    for number in range(MEMORY_VERSIONS + 1):
+        w = np.full((rows, 100), number, np.float32)
+        fn = wide_sum(1 + number * are_others)
+        jg.export(fn, np.zeros((1, 1), np.float32), drafts / "m", params=w)
+    (models / "m").mkdir(parents=True)
+    (models / "m" / "model.toml").write_text("[versions]\nnewest = 0\n")
+    (drafts / "m" / "1").rename(models / "m" / "1")
+    held = []
+    with served(models) as server:
+        for number in range(1, MEMORY_VERSIONS + 2):
+            if number > 1:
+                (drafts / "m" / f"{number}").rename(models / "m" / f"{number}")
+            wait_ready(server, "m", number)
+            held.append(measure.share_mb(server.pid))
+    # The second version is the first that comes while others are there.
+    share = (held[-1] - held[0]) / MEMORY_VERSIONS / (rows * 400 / 1e6)
+    told = {"share": round(share, 3), "held_mb": held}
+    what = "memory of another" if are_others else "memory of the same"
+    measure.emit("serving", what=what, megabytes=a.megabytes, **told)
+    return round(share, 3)
+
+
+def wide_sum(layers: int) -> Callable[[Any, Any], Any]:
+    """Returns a model that uses all of its array, of so many operations."""
+
+    def fn(w: Any, x: Any) -> Any:
+        for _ in range(layers):
+            x = jnp.tanh(x + w[0, :1])
+        return x + w[-1, :1]
+
+    return fn
 
 
 def cold_start(models: Path) -> float:
@@ -144,71 +227,106 @@ def batching(server: Any, name: str, a: Any) -> float:
     told = measure.ratio("ratio", found[name], found[f"{name}_alone"])
     together = measure.spread("per_s", found[name])
     measure.emit("serving", what="batching", model=name, clients=64, **told, **together)
-    return told["ratio"]
+    return float(told["ratio"])
 
 
-def swap(models: Path, a: Any) -> dict[str, Any]:
-    """The 99th percentile while new weights come, against before; failed requests.
+def swaps(directory: Path, a: Any) -> list[float]:
+    """The 99th percentiles beside before, and how many requests failed."""
+    same = swap(directory / "same", a, are_others=False)
+    another = swap(directory / "another", a, are_others=True)
+    failed = same["failed"] + another["failed"]
+    return [same["p99_ratio"], another["p99_ratio"], failed]
+
+
+def swap(models: Path, a: Any, *, are_others: bool) -> dict[str, Any]:
+    """The 99th percentile while versions come, against before; failed requests.
 
     They are exported beforehand, and renamed into the directory: an export takes one of
     the cores, wherever it is made.
     """
-    drafts = models.with_name("drafts")
-    for _ in range(a.versions + 1):
-        mlp(drafts, "m", width=64, layers=2)
+    drafts = models.with_name(f"{models.name} drafts")
+    for number in range(a.versions + 1):
+        mlp(drafts, "m", width=64, layers=2 + number * are_others)
     (models / "m").mkdir(parents=True)
 
     def commit(number: int) -> None:
         (drafts / "m" / f"{number}").rename(models / "m" / f"{number}")
 
     commit(1)
+    each = a.requests // 2 // a.versions
     with served(models) as server:
         call = calls(f"127.0.0.1:{server.grpc_port}", server, "m", 64)
-        before = asyncio.run(latencies(call, 4, a.seconds * a.versions))
+        before, failed = asyncio.run(counted(call, 4, each))
 
-        async def rolling() -> list[float]:
-            asked = asyncio.create_task(latencies(call, 4, a.seconds * a.versions))
+        async def rolling() -> tuple[list[float], int]:
+            took: list[float] = []
+            failed = 0
             for number in range(a.versions):
+                asked = asyncio.create_task(counted(call, 4, each))
+                await asyncio.sleep(0.1)
                 commit(number + 2)
-                await asyncio.sleep(a.seconds * 0.9)
-            return await asked
+                one, errors = await asked
+                took += one
+                failed += errors
+            return took, failed
 
-        during = asyncio.run(rolling())
+        during, errors = asyncio.run(rolling())
+        wait_ready(server, "m", a.versions + 1)
     p99 = [float(np.percentile(one, 99)) for one in (before, during)]
-    told = {"p99_ratio": round(p99[1] / p99[0], 2), "failed": 0}
+    told = {"p99_ratio": round(p99[1] / p99[0], 2), "failed": failed + errors}
     ms = {"before_p99_ms": round(p99[0] * 1e3, 2), "p99_ms": round(p99[1] * 1e3, 2)}
+    what = "swap to another" if are_others else "swap to the same"
     count = len(during)
-    measure.emit("serving", what="swap", versions=a.versions, asked=count, **told, **ms)
+    measure.emit("serving", what=what, versions=a.versions, asked=count, **told, **ms)
     return told
 
 
-def large(models: Path, a: Any) -> float:
-    """Seconds from the commit of a large version to its answer; memory beside."""
+def large(directory: Path, a: Any) -> list[float]:
+    """Seconds from the commit of a large version until it is ready; of reading it."""
     rows = a.megabytes * 1_000_000 // 4 // 100
+    models, drafts = directory / "models", directory / "drafts"
+    for number in range(a.rounds + 1):
+        w = np.full((rows, 100), number, np.float32)
+        jg.export(wide_sum(1), np.zeros((1, 1), np.float32), drafts / "m", params=w)
+    (models / "m").mkdir(parents=True)
+    (drafts / "m" / "1").rename(models / "m" / "1")
+    took, reading = [], []
+    with served(models) as server:
+        for number in range(2, a.rounds + 2):
+            began = time.perf_counter()
+            for file in sorted((drafts / "m" / f"{number}").rglob("*")):
+                if file.is_file():
+                    file.read_bytes()
+            reading.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            (drafts / "m" / f"{number}").rename(models / "m" / f"{number}")
+            wait_ready(server, "m", number)
+            took.append(time.perf_counter() - began)
+    told = measure.spread("s", took, 3)
+    read = measure.spread("reading_s", reading, 3)
+    measure.emit("serving", what="large", megabytes=a.megabytes, **told, **read)
+    return [told["s"], read["reading_s"]]
 
-    def export(value: float) -> None:
-        w = np.full((rows, 100), value, np.float32)
-        x = np.zeros((1, 1), np.float32)
-        jg.export(lambda w, x: x + w[0, :1], x, models / "big", params=w)
 
-    export(1)
-    with jg.serve(models, http_port=None, watch_s=3600) as server:
-        process = psutil.Process()
-        server.predict("big", np.zeros((1, 1), np.float32))
-        export(2)
-        began, held = time.perf_counter(), process.memory_info().rss
-        server.refresh()
-        took = round(time.perf_counter() - began, 3)
-        found = server.predict("big", np.zeros((1, 1), np.float32))["y"]
-        if found[0, 0] != 2:
-            raise RuntimeError(f"the new version does not answer: {found}")
-        more = round((process.memory_info().rss - held) / 1e6)
-    measure.emit("serving", what="large", megabytes=a.megabytes, s=took, more_mb=more)
-    return took
+def wait_ready(server: "Served", model: str, version: int) -> None:
+    """Waits until a version answers."""
+    polling = Polling(every_s=0.005, timeout_s=60)
+    request = pb.ModelReadyRequest(name=model, version=str(version))
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        method = channel.unary_unary(READY, None, pb.ModelReadyResponse.FromString)
+        while True:
+            try:
+                if method(request.SerializeToString(), timeout=10).ready:
+                    return
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise
+            if not polling.wait():
+                raise RuntimeError(f"version {version} of {model} is not ready")
 
 
 def calls(
-    target: str, server: Any, model: str, width: int
+    target: str, server: Any, model: str, width: int, *, method: str = INFER
 ) -> Callable[[], tuple[grpc.aio.Channel, Callable[[], Awaitable[Any]]]]:
     """Returns what makes a channel, and a call that asks with one row."""
     request = pb.ModelInferRequest(model_name=model)
@@ -218,9 +336,8 @@ def calls(
 
     def made() -> tuple[grpc.aio.Channel, Callable[[], Awaitable[Any]]]:
         channel = grpc.aio.insecure_channel(target)
-        method = channel.unary_unary(ECHO if server is None else INFER, None, None)
-        metadata = () if server is None else server.metadata
-        return channel, lambda: method(data, metadata=metadata, timeout=60)
+        ask = channel.unary_unary(method, None, None)
+        return channel, lambda: ask(data, metadata=server.metadata, timeout=60)
 
     return made
 
@@ -247,15 +364,41 @@ async def latencies(made: Any, clients: int, seconds: float) -> list[float]:
     return took
 
 
+async def counted(made: Any, clients: int, requests: int) -> tuple[list[float], int]:
+    """Seconds of so many requests of callers that ask again at once; failed ones."""
+    channel, ask = made()
+    took: list[float] = []
+    failed = 0
+    remaining = requests
+
+    async def asking() -> None:
+        nonlocal failed, remaining
+        while remaining > 0:
+            remaining -= 1
+            began = time.perf_counter()
+            try:
+                await ask()
+            except grpc.RpcError:
+                failed += 1
+            took.append(time.perf_counter() - began)
+
+    await ask()
+    await asyncio.gather(*(asking() for _ in range(clients)))
+    await channel.close()
+    return took, failed
+
+
 class Served:
     """A server in a process of its own.
 
     Attributes:
+      pid: of the process.
       grpc_port: where it listens.
       metadata: what shows its token.
     """
 
-    def __init__(self, facts: dict[str, Any]) -> None:
+    def __init__(self, facts: dict[str, Any], pid: int) -> None:
+        self.pid = pid
         self.grpc_port = int(facts["grpc"].rpartition(":")[2])
         token = Path(facts["token_file"]).read_text(encoding="ascii").strip()
         self.metadata = (("authorization", f"Bearer {token}"),)
@@ -267,26 +410,27 @@ def served(models: Path) -> Iterator[Served]:
     ports = ["--grpc-port", "0", "--http-port", "-1", "--drain-s", "0"]
     more = ["--watch-s", "0.2", "--json"]
     words = ["-m", "jgraph", "serve", str(models), *ports, *more]
-    with spawned(words) as line:
-        yield Served(json.loads(line))
+    with spawned(words) as (line, pid):
+        yield Served(json.loads(line), pid)
 
 
 @contextmanager
 def echoing() -> Iterator[int]:
     """A bare server that gives back the bytes that it gets."""
-    with spawned(["-m", "benchmarks.serving", "--echo"]) as line:
+    with spawned(["-m", "benchmarks.serving", "--echo"]) as (line, _):
         yield int(line)
 
 
 @contextmanager
-def spawned(words: Sequence[str]) -> Iterator[str]:
+def spawned(words: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """A process, the line that it printed, and its number."""
     command = [sys.executable, *words]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None
-            yield process.stdout.readline()
+            yield process.stdout.readline(), process.pid
         finally:
             process.terminate()
 

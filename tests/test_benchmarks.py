@@ -481,12 +481,12 @@ def test_what_is_cut_out_to_measure_guarantees_is_there() -> None:
 @pytest.mark.slow
 @pytest.mark.procs
 def test_a_model_server_is_compared_with_an_echo(bench: Bench) -> None:
-    tiny = "--seconds 0.2 --rounds 1 --megabytes 1 --versions 2 --rows"
+    tiny = "--seconds 0.2 --rounds 1 --megabytes 1 --versions 2 --requests 200 --rows"
     lines = bench(serving.main, tiny)
-    assert [line["row"] for line in lines if "row" in line] == [1, 3, 4, 5, 6, 7, 8]
-    (swap,) = [line for line in lines if line.get("what") == "swap"]
-    assert swap["failed"] == 0
-    assert swap["asked"] > 0
+    assert [line["row"] for line in lines if "row" in line] == [*range(1, 9)]
+    swaps = [line for line in lines if line.get("what", "").startswith("swap")]
+    assert [swap["failed"] for swap in swaps] == [0, 0]
+    assert all(swap["asked"] > 0 for swap in swaps)
 
 
 def test_a_dashboard_is_measured_by_what_it_holds(bench: Bench) -> None:

@@ -228,11 +228,29 @@ class ExportedModel:
         """
         for _ in read_arrays(self.path, self.manifest):
             pass
-        used = {one.program for one in self.signatures.values()}
-        for digest in sorted(used.union(programs_in(self.path))):
+        for digest in sorted(self._code().union(programs_in(self.path))):
             checked_program(self.path, digest)
         read_example(self.path, self.manifest)
         return self
+
+    def _code(self) -> set[str]:
+        """Returns the digests of its code; that of a live version is named in files.
+
+        Raises:
+          ArtifactError: such a file is damaged.
+        """
+        programs = {one.program for one in self.signatures.values()}
+        if self.manifest.kind != "live":
+            return programs
+        # Who serves no model in training starts without what asks parameter servers.
+        from jgraph.serving.live.live_file import LiveDescription
+
+        code = set(programs)
+        for digest in sorted(programs):
+            description = LiveDescription.from_bytes(checked_program(self.path, digest))
+            for one in description.batches:
+                code.update(filter(None, (one.ids, one.outputs)))
+        return code
 
     def __repr__(self) -> str:
         return f"ExportedModel({self.name!r}, version={self.version})"

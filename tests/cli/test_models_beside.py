@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ import jgraph as jg
 from jgraph.cli import hosts
 from jgraph.cli.models_beside import ModelsBeside
 from jgraph.client.cluster import connect
+from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import PortInUseError
+from jgraph.rpc.security.certificates import make_certificates
 from tests.support.cli import run
 from tests.support.free_port import free_port
 from tests.support.live_models import batch, fit, score, trained
@@ -44,8 +47,14 @@ def beside(servers: Servers, models: Path, **options: Any) -> ModelsBeside:
     return hosts._models_beside(task, models, (None, None, None), **(facts | options))
 
 
-def scores(url: str, token: str, x: dict[str, Any]) -> list[float]:
+def scores(
+    url: str, token: str, x: dict[str, Any], authority: Path | None = None
+) -> list[float]:
     """The answer over REST, as callers on other hosts get it."""
+    context: ssl.SSLContext | bool = False
+    if authority is not None:
+        context = ssl.create_default_context(cafile=authority)
+        context.check_hostname = False  # the certificate is of serve-0.jgraph
     types = {"uint32": "UINT32", "int32": "INT32"}
     inputs = [
         {
@@ -61,6 +70,7 @@ def scores(url: str, token: str, x: dict[str, Any]) -> list[float]:
         json={"inputs": inputs},
         headers={"Authorization": f"Bearer {token}"},
         timeout=20,
+        verify=context,
     )
     body: dict[str, Any] = json.loads(answer.text)
     assert answer.is_success, body
@@ -68,10 +78,16 @@ def scores(url: str, token: str, x: dict[str, Any]) -> list[float]:
     return found
 
 
-def answers(url: str, token: str, x: dict[str, Any], expected: Any) -> bool:
+def answers(
+    url: str,
+    token: str,
+    x: dict[str, Any],
+    expected: Any,
+    authority: Path | None = None,
+) -> bool:
     """Whether that is what a server answers; False also while it cannot."""
     try:
-        return np.allclose(scores(url, token, x), expected, 1e-5)
+        return np.allclose(scores(url, token, x, authority), expected, 1e-5)
     except (httpx.TransportError, AssertionError):
         return False
 
@@ -132,15 +148,26 @@ def test_options_that_mean_nothing_are_refused_before_the_task_is_there(
 @pytest.mark.nightly
 @pytest.mark.procs
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("is_sealed", [False, True], ids=["plain", "tls"])
 def test_processes_of_a_cluster_file_serve_what_others_of_it_train(
-    tmp_path: Path,
+    is_sealed: bool, tmp_path: Path
 ) -> None:
     jobs = {"ps": free_port(), "worker": free_port(), "serve": free_port()}
     lines = [f'{job} = ["127.0.0.1:{port}"]' for job, port in jobs.items()]
+    certificates = tmp_path / "certs"
+    authority = certificates / "ca.crt" if is_sealed else None
+    if is_sealed:
+        lines += ["[tls]", 'dir = "certs"']
     (tmp_path / "cluster.toml").write_text("\n".join(["[cluster]", *lines]))
     home = {**os.environ, "JGRAPH_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-    url = f"http://127.0.0.1:{free_port()}"
+    scheme = "https" if is_sealed else "http"
+    url = f"{scheme}://127.0.0.1:{free_port()}"
     ports = ["--http-port", url.rpartition(":")[2], "--grpc-port", "-1"]
+    if is_sealed:
+        tasks = ClusterSpec.from_toml(tmp_path / "cluster.toml").tasks()
+        make_certificates(certificates, tasks)
+        files = [str(certificates / f"serve-0.{end}") for end in ("crt", "key")]
+        ports += ["--tls-cert", files[0], "--tls-key", files[1]]
 
     def start(job: str) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "jgraph", "server", "--job", job]
@@ -152,10 +179,13 @@ def test_processes_of_a_cluster_file_serve_what_others_of_it_train(
 
     processes = {job: start(job) for job in jobs}
     try:
-        target = f"jgraph://127.0.0.1:{jobs['worker']}"
-        token_file = tmp_path / "token"
+        target = f"jgraph{'s' * is_sealed}://127.0.0.1:{jobs['worker']}"
+        token_file = (certificates if is_sealed else tmp_path) / "token"
         wait_until(token_file.exists)
-        with connect(target, timeout_s=60, token_file=token_file) as cluster:
+        identity: dict[str, Any] = {"token_file": token_file}
+        if is_sealed:
+            identity = {"tls": certificates}
+        with connect(target, timeout_s=60, **identity) as cluster:
             trainer = trained(cluster)
             model = tmp_path / "models" / "ctr"
             jg.export(trainer, batch(2), model, fn=score, rows="ps")
@@ -164,7 +194,7 @@ def test_processes_of_a_cluster_file_serve_what_others_of_it_train(
             serve_token = tmp_path / "serve_token"
             wait_until(serve_token.exists, 60)
             token = serve_token.read_text().strip()
-            are = partial(answers, url, token, x, expected)
+            are = partial(answers, url, token, x, expected, authority)
             wait_until(are, 60)
             processes["serve"].kill()
             processes["serve"].wait(20)
@@ -172,7 +202,8 @@ def test_processes_of_a_cluster_file_serve_what_others_of_it_train(
             wait_until(are, 60)
             processes["ps"].kill()  # what was asked for is known without it
             processes["ps"].wait(20)
-            assert scores(url, token, x) == pytest.approx(expected, rel=1e-5)
+            after = scores(url, token, x, authority)
+            assert after == pytest.approx(expected, rel=1e-5)
         processes["serve"].send_signal(signal.SIGTERM)
         assert processes["serve"].wait(60) == 0
     finally:

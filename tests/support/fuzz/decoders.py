@@ -9,7 +9,7 @@ at every run of the tests; this looks for those that reach new code.
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -58,6 +58,14 @@ from google.protobuf.message import DecodeError
 from jgraph.graph.rows.hash_spec import Column, HashSpec
 from jgraph.plan.program.replay import NodeRan, Record
 from jgraph.rpc.transport import Frame
+from tests.support.bad_inputs import (
+    JSON,
+    LABELS,
+    LENGTHS,
+    TENSORFLOW,
+    manifests,
+    messages,
+)
 from tests.support.wire_programs import small
 
 _THERE: Final = Path(tempfile.mkdtemp())
@@ -285,6 +293,22 @@ DECODERS: Final[Mapping[str, tuple[Callable[[bytes], None], bytes]]] = {
     "live_version": (live_version, _LIVE.to_bytes()),
 }
 """Each decoder, and bytes to begin with."""
+_LENGTHS: Final = [text.encode()[:4].ljust(4) + _OIP_JSON for text in LENGTHS]
+_BODIES: Final = [b"    " + body for body in JSON.values()] + _LENGTHS
+_MESSAGES: Final = list(messages(inference_pb2).values())
+SEEDS: Final[Mapping[str, Sequence[bytes]]] = {
+    "oip_json": _BODIES,
+    "oip_binary": _BODIES,
+    "oip_contents": _MESSAGES,
+    "oip_raw": _MESSAGES,
+    "tf_json": list(TENSORFLOW.values()),
+    "labels": list(LABELS.values()),
+    "model_manifest": [
+        json.dumps(body).encode()
+        for body in manifests(json.loads(_MODEL.to_json())).values()
+    ],
+}
+"""Bad inputs that are known, to begin with as well."""
 
 
 def main(name: str, seconds: str) -> None:
@@ -298,7 +322,8 @@ def main(name: str, seconds: str) -> None:
             return
 
     with tempfile.TemporaryDirectory() as corpus:
-        (Path(corpus) / "first").write_bytes(first)
+        for number, data in enumerate([first, *SEEDS.get(name, ())]):
+            (Path(corpus) / f"{number}").write_bytes(data)
         options = [f"-max_total_time={seconds}", "-timeout=10", "-rss_limit_mb=2048"]
         atheris.Setup([sys.argv[0], corpus, "-max_len=4096", *options], one)
         atheris.Fuzz()

@@ -88,6 +88,9 @@ def test_what_is_damaged_is_found(models: Path, tmp_path: Path) -> None:
         code.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         with pytest.raises(ArtifactError, match=code.name):
             jg.ExportedModel(copy / "1").verify()
+        code.unlink()
+        with pytest.raises(ArtifactError, match=code.name):
+            jg.ExportedModel(copy / "1").verify()
         code.write_bytes(data)
 
 
