@@ -122,8 +122,13 @@ LABELS: Final[Mapping[str, bytes]] = {
 def manifests(good: Mapping[str, Any]) -> dict[str, Any]:
     """Bodies of ``jgraph_model.json`` that are none, made of a good one."""
     array = next(iter(good["arrays"].values()))
-    renamed = lambda name: {**good, "arrays": {name: array}}
-    changed = lambda **more: {**good, "arrays": {"w": {**array, **more}}}
+
+    def renamed(name: str) -> dict[str, Any]:
+        return {**good, "arrays": {name: array}}
+
+    def changed(**more: Any) -> dict[str, Any]:
+        return {**good, "arrays": {"w": {**array, **more}}}
+
     return {
         "another format": {**good, "format": 2},
         "another kind": {**good, "kind": "pickle"},
