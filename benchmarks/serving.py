@@ -189,7 +189,7 @@ def memory(models: Path, a: Any, *, are_others: bool) -> float:
             held.append(measure.share_mb(server.pid))
     # The second version is the first that comes while others are there.
     grown_mb = float(held[-1] - held[0])
-    share = grown_mb / MEMORY_VERSIONS / (rows * 400 / 1e6)
+    share = float(grown_mb / MEMORY_VERSIONS / (rows * 400 / 1e6))
     told = {"share": round(share, 3), "held_mb": held}
     what = "memory of another" if are_others else "memory of the same"
     measure.emit("serving", what=what, megabytes=a.megabytes, **told)
