@@ -189,7 +189,7 @@ class Scaler:
 
         Args:
           task: the ps.
-          moves: containers that are left out: they move.
+          moves: containers that are left out, and copies of them: they move.
           copies: also copies that are about to be dropped.
         """
         query = frame(variable_query=pb.VariableQuery())
@@ -198,7 +198,7 @@ class Scaler:
         return [
             row.name
             for row in table.variables
-            if row.container not in moves
+            if not any(f"{row.container}-".startswith(f"{one}-") for one in moves)
             and (copies or not row.container.startswith(SNAPSHOT))
         ]
 

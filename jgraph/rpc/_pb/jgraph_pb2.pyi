@@ -2618,6 +2618,8 @@ class RunRescaled(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     PAUSED_S_FIELD_NUMBER: _builtins.int
     HANDLES_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, … of the run"""
     before: _builtins.int
@@ -2630,9 +2632,15 @@ class RunRescaled(_message.Message):
     """since it was asked"""
     paused_s: _builtins.float
     """no loop ran for so long until here"""
+    step: _builtins.int
+    """updates of the model when these began"""
     @_builtins.property
     def handles(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """of the programs of its next loops, by the first ones"""
+
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunCopy]:
+        """that are kept from here on"""
 
     def __init__(
         self,
@@ -2644,10 +2652,12 @@ class RunRescaled(_message.Message):
         seconds: _builtins.float = ...,
         paused_s: _builtins.float = ...,
         handles: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        copies: _abc.Iterable[Global___RunCopy] | None = ...,
+        step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "handles", b"handles", "nbytes", b"nbytes", "number", b"number", "paused_s", b"paused_s", "ps", b"ps", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "copies", b"copies", "handles", b"handles", "nbytes", b"nbytes", "number", b"number", "paused_s", b"paused_s", "ps", b"ps", "seconds", b"seconds", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3448,6 +3458,7 @@ class KeepRecords(_message.Message):
     BACKUP_FIELD_NUMBER: _builtins.int
     UPDATES_FIELD_NUMBER: _builtins.int
     UNDOES_FIELD_NUMBER: _builtins.int
+    WITHOUT_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     container: _builtins.str
     """of the variables"""
@@ -3463,6 +3474,10 @@ class KeepRecords(_message.Message):
     def programs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """what records call each of `handles`"""
 
+    @_builtins.property
+    def without(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """variables that go elsewhere, of which nothing is kept"""
+
     def __init__(
         self,
         *,
@@ -3473,10 +3488,11 @@ class KeepRecords(_message.Message):
         backup: _builtins.str = ...,
         updates: _builtins.bool = ...,
         undoes: _builtins.bool = ...,
+        without: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "container", b"container", "handles", b"handles", "programs", b"programs", "stream", b"stream", "undoes", b"undoes", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "container", b"container", "handles", b"handles", "programs", b"programs", "stream", b"stream", "undoes", b"undoes", "updates", b"updates", "without", b"without"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -485,6 +485,7 @@ class VariableStore:
         self,
         container: str,
         tell: Callable[[str | RowsAre | HashSpec, Arrays], object],
+        without: Collection[str] = (),
     ) -> None:
         """Tells of all that a container holds, at one moment.
 
@@ -496,13 +497,18 @@ class VariableStore:
           tell: called with the name and the value of a variable, with some rows of a
             large one after the other, or with a hash table and its rows; see
             ``HashShard.state``.
+          without: names of variables, and of hash tables, that it does not tell of.
         """
         with self._lock:
-            found = {n: e for (c, n), e in self._entries.items() if c == container}
+            found = {
+                name: entry
+                for (owner, name), entry in self._entries.items()
+                if owner == container and name not in without
+            }
             tables = [
                 self._tables.entry(container, shard.spec.columns[0].name, shard.spec)
                 for owner, shard in self._tables
-                if owner == container
+                if owner == container and shard.spec.name not in without
             ]
         with held([*found.values(), *tables]):
             for name, entry in found.items():

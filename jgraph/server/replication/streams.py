@@ -92,7 +92,7 @@ class ChangeStreams:
         order = body_of(request)
         if order.stream not in self._sources:
             source = self._sources[order.stream] = self._source(order)
-            await self._shell.run(partial(self._begin, source, order.container))
+            await self._shell.run(partial(self._begin, source, order))
             await self._all_kept(source.recorder)
         recorder = self._sources[order.stream].recorder
         for handle, program in zip(order.handles, order.programs, strict=False):
@@ -112,6 +112,7 @@ class ChangeStreams:
             soon=self._loop.call_soon_threadsafe,
             base=_BASE,
             check_place=self._check_place,
+            without=frozenset(order.without),
         )
         return _Source(log.recorder, backup, log)
 
@@ -124,7 +125,7 @@ class ChangeStreams:
             )
         return self._directory
 
-    def _begin(self, source: _Source, container: str) -> None:
+    def _begin(self, source: _Source, order: pb.KeepRecords) -> None:
         if source.log is not None:
             source.log.start()
             return
@@ -135,7 +136,8 @@ class ChangeStreams:
             if sum(array.nbytes for array in arrays) >= LEAST_BYTES:
                 source.recorder.wait_kept(number - _UNKEPT, _PATIENCE_S)
 
-        self._runtime.store.whole(container, tell)
+        without = frozenset(order.without)
+        self._runtime.store.whole(order.container, tell, without)
 
     async def _all_kept(self, recorder: Recorder) -> None:
         done: asyncio.Future[None] = self._loop.create_future()

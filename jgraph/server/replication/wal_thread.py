@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -34,6 +34,7 @@ class WalThread:
       soon: calls a function on the task's event loop.
       base: what waits for the first values, as a step.
       check_place: see ``TaskContext``.
+      without: variables of the container of which nothing is kept.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class WalThread:
         soon: Callable[[Callable[[], None]], object],
         base: StepKey,
         check_place: Callable[[], None],
+        without: Collection[str] = (),
     ) -> None:
         self._directory = directory
         self._stream = stream
@@ -53,6 +55,7 @@ class WalThread:
         self._soon = soon
         self._base = base
         self._check_place = check_place
+        self._without = without
         self._writer = LogWriter(directory, stream)
         self._due = threading.Event()
         self._is_closed = self._is_gone = False
@@ -130,5 +133,5 @@ class WalThread:
             if not self.recorder.is_torn:
                 numbers.append(self.recorder.put(what, arrays, step))
 
-        self._store.whole(self._container, tell)
+        self._store.whole(self._container, tell, self._without)
         return numbers[0] if numbers else 0

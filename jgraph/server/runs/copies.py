@@ -8,7 +8,8 @@ anew.
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import final
@@ -26,10 +27,24 @@ from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.program_codec import encode_program
 from jgraph.server.runs.peers import Peers, stand_ins_of
-from jgraph.server.runs.ps_setup import container_of, first_step_of
+from jgraph.server.runs.ps_setup import container_of, first_step_of, ps_task
 from jgraph.server.runs.worker_setup import WorkerSetup
 
 _LOG = logging.getLogger("jgraph.recover")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NextCopies:
+    """Streams of a run as they will be with other ps, beside those that are kept.
+
+    Attributes:
+      ps: how many there are to be.
+      streams: one of each.
+    """
+
+    ps: int
+    streams: list[pb.RunCopy]
 
 
 @final
@@ -78,12 +93,15 @@ class RunCopies:
 
     # ------------------------------------------------------------ what is recorded
 
-    async def admit(self, handle: str, number: int) -> None:
+    async def admit(
+        self, handle: str, number: int, to: NextCopies | None = None
+    ) -> None:
         """Records what the steps of a program change.
 
         Args:
           handle: of the program; none of its steps is under way.
           number: which of the recorded programs it is.
+          to: which streams; None: those that are kept.
 
         Raises:
           JGError: a ps does not answer.
@@ -92,13 +110,18 @@ class RunCopies:
             return
         copies = self.order.copies
         updates = copies.HasField("updates") and copies.updates == number
-        program = self._program(number)
-        for one in self._streams:
+        program = self._program(number, None if to is None else to.ps)
+        for one in self._streams if to is None else to.streams:
             if is_recorded(program, TaskName(one.task), updates=updates):
                 await self._keep(one, {handle: number}, updates=updates)
 
     async def _keep(
-        self, one: pb.RunCopy, programs: Mapping[str, int], *, updates: bool = False
+        self,
+        one: pb.RunCopy,
+        programs: Mapping[str, int],
+        *,
+        updates: bool = False,
+        without: Collection[str] = (),
     ) -> None:
         order = pb.KeepRecords(
             stream=one.stream,
@@ -108,11 +131,12 @@ class RunCopies:
             backup=one.backup,
             updates=updates,
             undoes=one.undoes,
+            without=without,
         )
         await self._call(one.task, "KeepRecords", frame(keep_records=order), one.nbytes)
 
-    def _program(self, number: int) -> Program:
-        return self.workers.program(self.order.copies.handles[number])
+    def _program(self, number: int, ps: int | None = None) -> Program:
+        return self.workers.program(self.order.copies.handles[number], ps)
 
     async def _call(self, task: str, method: str, request: Frame, nbytes: int) -> None:
         limit_s = bulk_timeout_s(nbytes)
@@ -269,6 +293,95 @@ class RunCopies:
             await self._follow(one, TaskName(one.backup), bulk_timeout_s(0))
         await self._keep(one, {})
 
+    # ------------------------------------------------------------ of other ps
+
+    def next(self, ps: int, number: int) -> NextCopies | None:
+        """Returns the streams of so many ps; None: none are kept.
+
+        Args:
+          ps: how many there are to be.
+          number: of the rescale.
+        """
+        if not self.is_kept:
+            return None
+        tasks = [ps_task(index) for index in range(ps)]
+        like = self.order.copies.streams[0]
+        backups = ring(tasks) if like.backup else {}
+        streams = [
+            pb.RunCopy(
+                task=task,
+                stream=self._rescaled(index, number),
+                backup=backups.get(task, ""),
+                nbytes=like.nbytes,
+                undoes=like.undoes,
+            )
+            for index, task in enumerate(tasks)
+        ]
+        return NextCopies(ps, streams)
+
+    def _rescaled(self, index: int, number: int) -> str:
+        """Returns the name of the stream of a ps after a rescale."""
+        first = self.order.copies.streams[0].stream.partition("-back.")[0]
+        return f"{first.rpartition('.ps')[0]}.ps{index}-back.rescaled.{number}"
+
+    async def ready(self, to: NextCopies) -> None:
+        """Gives tasks the programs by which they will follow others.
+
+        Raises:
+          JGError: a task does not answer.
+        """
+        for one in to.streams:
+            await self._give_followed(one, TaskName(one.backup or one.task), to.ps)
+
+    async def begin(self, to: NextCopies, leave: Mapping[str, Collection[str]]) -> None:
+        """Begins streams beside those that are kept, with what ps hold now.
+
+        Args:
+          to: these; ``ready`` has given the programs.
+          leave: variables of each ps that will not be there.
+
+        Raises:
+          JGError: a ps does not answer.
+        """
+
+        async def begin(one: pb.RunCopy) -> None:
+            if one.backup:
+                await self._take(one, TaskName(one.backup), to.ps)
+            await self._keep(one, {}, without=leave.get(one.task, ()))
+
+        await asyncio.gather(*map(begin, to.streams))
+
+    def switch(self, streams: Iterable[pb.RunCopy], step: int) -> None:
+        """Takes note that these streams are kept from now on.
+
+        Args:
+          streams: the new ones.
+          step: updates of the model when they began.
+        """
+        new = pb.RunCopies(streams=streams)
+        del self.order.copies.streams[:]
+        self.order.copies.streams.extend(new.streams)
+        self.began = step
+
+    async def drop(self, streams: Iterable[pb.RunCopy]) -> None:
+        """Drops streams that are not kept; of a task that is gone nothing is left."""
+        names = defaultdict[str, list[str]](list)
+        for one in streams:
+            for task in {one.task, one.backup or one.task}:
+                names[task].append(one.stream)
+        calls = [self._reset(TaskName(task), some) for task, some in names.items()]
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    async def tidy(self, most: int, number: int) -> None:
+        """Drops what a master before had begun for a rescale of this number."""
+        if self.is_kept:
+            tasks = [ps_task(index) for index in range(most)]
+            names = [self._rescaled(index, number) for index in range(most)]
+            calls = [self._reset(task, names) for task in tasks]
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    # ------------------------------------------------------------ ends
+
     async def close(self) -> None:
         """Drops the streams that began after a loss; the others are the client's."""
         for one in self._streams:
@@ -279,18 +392,40 @@ class RunCopies:
 
     async def _follow(self, one: pb.RunCopy, onto: TaskName, limit_s: float) -> None:
         """Makes a task apply what a ps records, or has in its log."""
-        src, handles = TaskName(one.task), list[str]()
-        for number in range(len(self.order.copies.handles)):
-            program, handle = self._program(number), ""
-            updates = self.order.copies.updates == number
-            if is_recorded(program, src, updates=updates):
-                handle = f"{one.stream}.{number}"
-                again = replayed(program, src, onto, one.stream)
+        await self._give_followed(one, onto)
+        await self._take(one, onto, limit_s=limit_s)
+
+    def _followed(
+        self, one: pb.RunCopy, ps: int | None
+    ) -> Iterator[tuple[str, Program]]:
+        """Yields each recorded program, and its name where it is repeated; or none."""
+        copies, src = self.order.copies, TaskName(one.task)
+        for number in range(len(copies.handles)):
+            program, updates = self._program(number, ps), copies.updates == number
+            recorded = is_recorded(program, src, updates=updates)
+            yield f"{one.stream}.{number}" if recorded else "", program
+
+    async def _give_followed(
+        self, one: pb.RunCopy, onto: TaskName, ps: int | None = None
+    ) -> None:
+        """Gives a task the programs by which it follows a ps."""
+        for handle, program in self._followed(one, ps):
+            if handle:
+                again = replayed(program, TaskName(one.task), onto, one.stream)
                 message, tensors = encode_program(again)
                 body = pb.RegisterProgram(handle=handle, program=message)
                 await self.peers.register(frame(register_program=body, tensors=tensors))
-            handles.append(handle)
-        order = pb.TakeRecords(stream=one.stream, src=src, handles=handles)
+
+    async def _take(
+        self,
+        one: pb.RunCopy,
+        onto: TaskName,
+        ps: int | None = None,
+        limit_s: float | None = None,
+    ) -> None:
+        handles = [handle for handle, _ in self._followed(one, ps)]
+        order = pb.TakeRecords(stream=one.stream, src=one.task, handles=handles)
+        limit_s = bulk_timeout_s(0) if limit_s is None else limit_s
         request = frame(take_records=order)
         await self.peers.call(onto, "TakeRecords", request, timeout_s=limit_s)
 

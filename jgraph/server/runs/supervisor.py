@@ -123,7 +123,7 @@ class RunSupervisor:
         )
         self.rescaler = RunRescaler(
             *(order, peers, self.ready, ps, self.loops, self.record),
-            *(self._losses, self.client, clock),
+            *(self._losses, self.copies, self.client, clock),
             fence=lambda: self._handle(RestartAsked()),
             go_on=self._rescaled,
             switched=self._release,

@@ -166,13 +166,17 @@ class WorkerSetup:
         await self._register(original, new)
         return new
 
-    def program(self, handle: str) -> Program:
+    def program(self, handle: str, ps: int | None = None) -> Program:
         """Returns a program that is kept.
+
+        Args:
+          handle: of it.
+          ps: for how many it is cut; None: as many as there are.
 
         Raises:
           ConfigError: there is none.
         """
-        return self._program(self._kept(handle))
+        return self._program(self._kept(handle, ps))
 
     def _program(self, original: Frame, home: Collection[str] = ()) -> Program:
         """Returns a program as it is while some stand in for others."""

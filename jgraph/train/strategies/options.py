@@ -342,11 +342,11 @@ def _check_ps_join(strategy: ParameterServers) -> None:
     if strategy.elastic is None or strategy.elastic.ps is None:
         return
     where = f"jg.Elastic(ps={strategy.elastic.ps})"
-    if strategy.durability != "checkpoint":
+    least, most = strategy.elastic.ps
+    if strategy.durability == "replica" and least < 2:
         raise ConfigError(
-            f"durability={strategy.durability!r} with {where}: the copies of a ps do "
-            "not move with its variables; leave out durability= and give "
-            "fit(checkpoint=…), or leave out ps="
+            f"durability='replica' with {where}: a ps that is alone has none to keep a "
+            f"copy of it; write ps=(2, {max(2, most)}), or durability='log'"
         )
     if strategy.partition_strategy != "div":
         raise ConfigError(

@@ -797,6 +797,13 @@ class KeptInMemory:
     async def open(self, name: str, step: int) -> None:
         self.began = step
 
+    def next(self, ps: int, number: int) -> None:
+        """Runs whose ps join and leave keep nothing here."""
+        assert not self.is_kept
+
+    async def tidy(self, most: int, number: int) -> None:
+        """There is nothing to drop."""
+
     async def close(self) -> None:
         """There is nothing to drop."""
 

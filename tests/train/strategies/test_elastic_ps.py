@@ -282,7 +282,7 @@ def test_a_detached_run_whose_master_saves_keeps_its_ps(
 @pytest.mark.parametrize(
     ("strategy", "says"),
     [
-        (lambda e: jg.AsyncPS(elastic=e, durability="replica"), "leave out durability"),
+        (lambda e: jg.AsyncPS(elastic=e, durability="replica"), r"write ps=\(2, 3\)"),
         (lambda e: jg.AsyncPS(elastic=e, partition_strategy="mod"), "strategy='div'"),
         (lambda e: jg.AsyncPS(elastic=e, placement=jg.RoundRobin()), "placement="),
         (lambda e: jg.SyncPS(elastic=e, gradient_dtype="int8"), "gradient_dtype="),

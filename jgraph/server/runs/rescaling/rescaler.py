@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,10 +38,11 @@ from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
+from jgraph.server.runs.copies import NextCopies, RunCopies
 from jgraph.server.runs.journal import Journal
 from jgraph.server.runs.losses import RunLosses
 from jgraph.server.runs.peers import LoopPeers, check_master, ready_tasks
-from jgraph.server.runs.ps_setup import PsSetup, ps_task
+from jgraph.server.runs.ps_setup import PsSetup, first_step_of, ps_task
 from jgraph.server.runs.rescaling.arrangements import RunArrangements, Transfer
 from jgraph.server.runs.rescaling.mover import Mover
 from jgraph.server.runs.run_client import RunClient
@@ -69,6 +71,7 @@ class _Attempt:
       rested_s: since when no loop runs.
       has_dropped: programs of the loops of before are dropped.
       left_out: workers that could not be given their program.
+      copies: that will be kept of the ps; None: none are.
     """
 
     ps: int
@@ -80,6 +83,7 @@ class _Attempt:
     rested_s: float = 0.0
     has_dropped: bool = False
     left_out: set[str] = field(default_factory=set)
+    copies: NextCopies | None = None
 
 
 @final
@@ -94,6 +98,7 @@ class RunRescaler:
       loops: what each loop of the run does; gets other programs at a switch.
       record: of the run; has the switch.
       losses: knows the processes of the ps.
+      copies: what is kept of the ps.
       client: told where the variables lie; None: there is none.
       clock: limits.
       fence: called to let all loops end.
@@ -112,6 +117,7 @@ class RunRescaler:
         loops: LoopOrders,
         record: Journal,
         losses: RunLosses,
+        copies: RunCopies,
         client: RunClient | None,
         clock: Clock,
         *,
@@ -128,6 +134,7 @@ class RunRescaler:
         self._loops = loops
         self._record = record
         self._losses = losses
+        self._copies = copies
         self._client = client
         self._clock = clock
         self._fence, self._go_on, self._switched = fence, go_on, switched
@@ -217,12 +224,13 @@ class RunRescaler:
         if self.is_elastic:
             await self._mover.tidy(self._arrangements.most)
             await self._mover.forget(self._arrangements.elsewhere())
+            await self._copies.tidy(self._arrangements.most, self.number + 1)
             await self._renew()
 
     def switch_as(self, switch: pb.RunRescaled) -> None:
         """Takes a switch that another master has journalled."""
         self.number = switch.number
-        self._apply(switch.ps, dict(switch.handles))
+        self._apply(switch)
 
     # ------------------------------------------------------------ decisions
 
@@ -282,6 +290,9 @@ class RunRescaler:
                 raise TaskLostError(what, task=lacks[0])
             await self._mover.begin(attempt.transfers)
             await self._give_programs(attempt)
+            attempt.copies = self._copies.next(attempt.ps, self.number + 1)
+            if attempt.copies is not None:
+                await self._copies.ready(attempt.copies)
             failpoint("rescale.prepared")
             await self._mover.copy_ahead(attempt.transfers)
             failpoint("rescale.ahead")
@@ -331,11 +342,25 @@ class RunRescaler:
             await self._give_programs(attempt)
             await self._mover.copy(attempt.transfers)
             await self._open_gates(ps)
+            await self._begin_copies(attempt)
             failpoint("rescale.moved")
         except JGError as error:
             self._handle(NotMoved(_refused(self._order, attempt, error)))
         else:
             self._handle(Moved())
+
+    async def _begin_copies(self, attempt: _Attempt) -> None:
+        """Keeps copies of what each ps is to have, beside those of what it had."""
+        if (to := attempt.copies) is None:
+            return
+        leave = defaultdict[str, list[str]](list)
+        for one in attempt.transfers:
+            leave[one.src] += one.names
+        await self._copies.begin(to, leave)
+        for loop in self._loops.newest:
+            handle = attempt.handles.get(loop.handle.partition("~")[0])
+            if handle is not None:
+                await self._copies.admit(handle, int(loop.HasField("sync")), to)
 
     async def _open_gates(self, ps: int | None = None) -> None:
         """Opens the gates of asynchronous training on the ps of an arrangement."""
@@ -358,6 +383,8 @@ class RunRescaler:
             attempt.preparing.cancel()
         for handle in attempt.handles.values():
             await self._ready.drop(handle)
+        if attempt.copies is not None:
+            await self._copies.drop(attempt.copies.streams)
         copies = attempt.has_dropped
         await self._mover.drop(attempt.transfers, copies=copies)
         if copies:
@@ -371,6 +398,15 @@ class RunRescaler:
         for loop in self._loops.newest:
             with suppress(JGError):
                 loop.handle = await self._ready.renew(loop.handle, suffix)
+                await self._record_again(loop)
+
+    async def _record_again(self, loop: pb.RunLoop) -> None:
+        try:
+            await self._copies.admit(loop.handle, int(loop.HasField("sync")))
+        except JGError:
+            # What it would do is recorded nowhere: so it begins with a loss of state.
+            await self._ready.drop(loop.handle)
+            raise
 
     async def _tell_client(self, leavers: Sequence[TaskName], ps: int) -> None:
         """Lets the client look for the variables where they are, if it answers soon."""
@@ -401,8 +437,11 @@ class RunRescaler:
             seconds=now - attempt.began_s,
             paused_s=now - attempt.rested_s,
             handles=attempt.handles,
+            copies=[] if attempt.copies is None else attempt.copies.streams,
+            step=first_step_of(self._order) + self._record.row().steps,
         )
-        self._apply(attempt.ps, attempt.handles)
+        attempt.copies = None if attempt.copies is None else self._kept_so_far()
+        self._apply(switch)
         await self._losses_learn(attempt.ps)
         self._record.rescale(switch, self._losses.holders)
         failpoint("rescale.switched")
@@ -427,8 +466,17 @@ class RunRescaler:
     def _is_beyond(self, task: TaskName, ps: int) -> bool:
         return task in [ps_task(n) for n in range(ps, self._arrangements.most)]
 
-    def _apply(self, ps: int, handles: dict[str, str]) -> None:
-        """Makes the order, and those of the loops, what they are with so many ps."""
+    def _kept_so_far(self) -> NextCopies:
+        """Returns the streams of now, which are dropped when others are kept."""
+        copies = pb.RunCopies()
+        copies.CopyFrom(self._order.copies)
+        return NextCopies(self._order.ps.now, list(copies.streams))
+
+    def _apply(self, switch: pb.RunRescaled) -> None:
+        """Makes the order, and those of the loops, what they are after a switch."""
+        ps, handles = switch.ps, dict(switch.handles)
+        if switch.copies:
+            self._copies.switch(switch.copies, switch.step)
         arrangement = self._arrangements.of(ps)
         self._order.ps.now = self._ready.ps = ps
         if self._order.gate.shards:
@@ -450,6 +498,8 @@ class RunRescaler:
         leavers = [ps_task(n) for n in self._peers.ps() if n >= attempt.ps]
         # First: what it reads now is there where it looks.
         await self._tell_client(leavers, attempt.ps)
+        if attempt.copies is not None:
+            await self._copies.drop(attempt.copies.streams)
         await self._mover.drop(attempt.transfers, copies=False)
         await self._mover.forget((one.src, one.names) for one in attempt.transfers)
         await self._mover.forget_all(leavers)
