@@ -4,12 +4,15 @@ Null steps of dense parameters with a wait in place of computing, as if every wo
 an accelerator of its own: what keeps N workers from N times the steps of one is then
 the way of the bytes and the ps. Prints one JSON line per number of workers; ``speedup``
 is the ratio to the first number, of rounds that took turns on one cluster.
+
+``--idle``: what a ps pays, in memory and CPU, for each of 500 workers that connected
+and do nothing; see ``idle_workers``.
 """
 
 from collections.abc import Sequence
 from functools import partial
 
-from benchmarks import measure
+from benchmarks import idle_workers, measure
 from benchmarks.null_step import MODES
 
 
@@ -23,7 +26,14 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--transport", choices=["auto", "network"], default="auto")
     parser.add_argument("--steps", type=int, default=40, help="of each worker a round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--idle", action="store_true", help="workers that do nothing")
+    parser.add_argument("--connections", type=int, nargs="+", default=[500])
+    parser.add_argument("--seconds", type=float, default=20, help="of doing nothing")
+    parser.add_argument("--rows", action="store_true", help="of --idle: only its row")
     a = parser.parse_args(args)
+    if a.idle:
+        idle_workers.run(a.connections, a.seconds, rows=a.rows)
+        return
     with MODES[a.mode](
         "dense",
         mb=a.mb,

@@ -445,6 +445,15 @@ def test_steps_with_dense_parameters_on_workers_and_on_ps_take_turns(
 
 @pytest.mark.procs
 @pytest.mark.nightly
+def test_idle_workers_are_connected_and_cost_a_ps_little(bench: Bench) -> None:
+    (line,) = bench(scale.main, "--idle --connections 4 --seconds 1")
+    assert (line["workers"], line["idle"]) == (4, True)
+    assert line["files_of_ps"] > 4 * 2  # there is a connection each way
+    assert line["percent_of_a_core"] < 50
+
+
+@pytest.mark.procs
+@pytest.mark.nightly
 def test_memory_counts_the_bytes_of_a_ps(bench: Bench) -> None:
     (line,) = bench(memory.main, "--width 8 --steps 2")
     assert line["variables_mb"] == 0.1  # 6,442 parameters, each 4 bytes and thrice

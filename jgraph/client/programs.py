@@ -16,7 +16,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.plan.program.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
-from jgraph.rpc.transport import Frame
+from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.program_codec import encode_program
 
 STEP_S = 60.0
@@ -86,12 +86,27 @@ class Programs:
         """Takes a program back when the next one is registered; never waits."""
         self._garbage.append(handle)
 
-    def run(self, handle: str, arrays: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Runs one step and returns its fetches; ``arrays`` are its feeds in order."""
-        fetches = run_in_process(self._cluster.address, handle, arrays)
+    def run(
+        self,
+        handle: str,
+        arrays: Sequence[Any],
+        timeout_s: float,
+        driver: TaskName | None = None,
+    ) -> list[Any]:
+        """Runs one step and returns its fetches.
+
+        Args:
+          handle: of the program.
+          arrays: its feeds, in order.
+          timeout_s: limit for the step.
+          driver: of the program; the master if unset.
+        """
+        cluster = self._cluster
+        to = cluster.spec.address(driver) if driver else cluster.address
+        fetches = run_in_process(to, handle, arrays)
         if fetches is None:
             order = pb.RunStep(handle=handle, timeout_s=timeout_s)
-            fetches = list(self._run(order, arrays).tensors)
+            fetches = list(self._run(order, arrays, to).tensors)
         return fetches
 
     def run_traced(
@@ -99,7 +114,7 @@ class Programs:
     ) -> tuple[list[Any], list[PartTimes]]:
         """Runs one step as ``run`` does, and returns when its nodes ran as well."""
         order = pb.RunStep(handle=handle, timeout_s=timeout_s, trace=True)
-        reply = self._run(order, arrays)
+        reply = self._run(order, arrays, self._cluster.address)
         rows = list(body_of(reply).parts)
         first = len(reply.tensors) - len(rows)
         parts = [
@@ -108,7 +123,7 @@ class Programs:
         ]
         return list(reply.tensors[:first]), parts
 
-    def _run(self, order: pb.RunStep, arrays: Sequence[Any]) -> Frame:
+    def _run(self, order: pb.RunStep, arrays: Sequence[Any], to: Address) -> Frame:
         request = frame(run_step=order, tensors=arrays)
         spare_s = bulk_timeout_s(sum(array.nbytes for array in arrays))
         return self._cluster.call(
@@ -116,6 +131,7 @@ class Programs:
             request,
             timeout_s=order.timeout_s + spare_s,
             begin_s=order.timeout_s,
+            to=to,
         )
 
     def unregister_all(self) -> None:

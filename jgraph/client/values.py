@@ -14,7 +14,7 @@ from jgraph.client.feeding import as_result, feed_arrays
 from jgraph.client.programs import STEP_S, Programs
 from jgraph.client.variables import VariableDirectory, shards_of
 from jgraph.errors import ConfigError, UninitializedError, VariableMismatchError
-from jgraph.graph.ir import VariableKey
+from jgraph.graph.ir import TaskName, VariableKey
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.lowering.row_blocks import initial_value
@@ -85,7 +85,10 @@ class VariableValues:
         self._variables.look_up(v.spec for v in variables)
         values: dict[VariableKey, Any] = {}
         for piece in in_pieces(shards_of(variables)):
-            new = self.run_once("read", partial(values_of, piece), piece)
+            new = self.run_once(
+                *("read", partial(values_of, piece), piece),
+                driver=self._owner_of_large(piece),
+            )
             values |= zip((v.spec.key for v in piece), new, strict=True)
         return {v.name: joined(v, values) for v in variables}
 
@@ -106,19 +109,39 @@ class VariableValues:
         fn: Callable[..., Any],
         variables: Sequence[Variable],
         *args: Any,
+        driver: TaskName | None = None,
     ) -> Any:
-        """Runs a function of variables as a step, and forgets it."""
+        """Runs a function of variables as a step, and forgets it.
+
+        Args:
+          name: of the step.
+          fn: the function.
+          variables: what it uses.
+          *args: what it takes.
+          driver: is asked to run it; the master if unset.
+        """
         with types_of(variables):
             graph, _ = trace(fn, *args, variables=variables, name=name)
-            plan = self._variables.plan(graph)
+            plan = self._variables.plan(graph, driver)
         handle = self._programs.register(plan.program)
         try:
             arrays = feed_arrays(graph, args, {}, {}, check_finite=False)
             nbytes = sum(nbytes_of(variable.spec) for variable in variables)
             timeout_s = STEP_S + nbytes / _SLOW_BYTES_PER_S
-            return as_result(graph, self._programs.run(handle, arrays, timeout_s))
+            fetches = self._programs.run(handle, arrays, timeout_s, driver)
+            return as_result(graph, fetches)
         finally:
             self._programs.unregister(handle)
+
+    def _owner_of_large(self, piece: Sequence[Variable]) -> TaskName | None:
+        """Returns the task of a variable that is a piece alone, and large.
+
+        From there it comes at once: by way of the master both would need memory for it.
+        """
+        (variable, *others) = piece
+        if others or value_type(variable.spec.aval).nbytes < _PIECE_BYTES:
+            return None
+        return self._variables.tasks.get(variable.spec.key)
 
     def run_program(self, program: Program, nbytes: int) -> None:
         """Runs a step that moves ``nbytes``, and forgets it."""

@@ -93,12 +93,17 @@ class VariableDirectory:
         self.tasks.update(by_key)
         return by_key
 
-    def plan(self, graph: Graph) -> Plan:
-        """Returns what goes where in a graph, and remembers where its variables go."""
+    def plan(self, graph: Graph, driver: TaskName | None = None) -> Plan:
+        """Returns what goes where in a graph, and remembers where its variables go.
+
+        Args:
+          graph: of a step.
+          driver: has its feeds and fetches; the master if unset.
+        """
         graph_plan = plan(
             graph,
             tasks=self._cluster.tasks(),
-            driver=self._cluster.master,
+            driver=driver or self._cluster.master,
             variable_tasks=self.tasks,
             platforms=self._cluster.platforms,
             soft_placement=self._soft_placement,

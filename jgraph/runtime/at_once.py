@@ -28,6 +28,8 @@ from jgraph.runtime.store.store import VariableStore
 
 SHORT_S: Final = 5e-3
 """What a step may take, as far as known, to run in the thread that asks for it."""
+SHORT_BYTES: Final = 16 << 20
+"""And what it may read whole: to copy that takes as long."""
 
 _Do: TypeAlias = Callable[[list[Any]], None]
 """Does what a node does: takes values by their number, and puts others there."""
@@ -44,7 +46,7 @@ class AtOnce:
       now: tells monotonic time in seconds.
     """
 
-    __slots__ = ("_blank", "_costs", "_do", "_fed", "_feeds", "_fetched")
+    __slots__ = ("_blank", "_costs", "_do", "_fed", "_feeds", "_fetched", "_reads")
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class AtOnce:
             if run is not None
         ]
         self._fetched: tuple[int, ...] = ()
+        self._reads = 0  # bytes
         fed: dict[str, int] = {}
         for index, node in enumerate(partition.nodes):
             if isinstance(node, SegmentNode):
@@ -72,6 +75,7 @@ class AtOnce:
             elif isinstance(node, ConstNode):
                 self._blank[node.out] = node.value
             elif isinstance(node, ReadNode):
+                self._reads += sum(partition.values[out].nbytes for out in node.outs)
                 self._do.append(_reading(loaded, index, node, store))
             elif isinstance(node, WriteNode):
                 self._do.append(_writing(loaded, index, node, store))
@@ -85,7 +89,12 @@ class AtOnce:
         ]
 
     def takes_less(self, limit_s: float) -> bool:
-        """Whether all that it computes has run before, and took less than that."""
+        """Whether all that it computes has run before, and took less than that.
+
+        What reads much does not, whatever it computes.
+        """
+        if self._reads > SHORT_BYTES:
+            return False
         total = 0.0
         for cost in self._costs:
             if cost.seconds is None:

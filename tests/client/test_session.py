@@ -365,3 +365,22 @@ def test_worker_with_a_gpu_gets_code_for_cuda(servers: Servers) -> None:
     with Cluster(address, transport, reply) as cluster:
         planned = cluster.session().plan(jnp.sort, np.ones(3, np.float32))
         assert {c.platforms for c in planned.program.segments} == {("cuda",)}
+
+
+def test_a_large_variable_is_asked_of_the_task_that_has_it(
+    session: Session, cluster: Cluster
+) -> None:
+    value = np.arange(5 << 20, dtype=np.float32)  # 20 MB
+    w = Variable("w", value, device="/job:ps/task:1")
+    session.initialize(w)
+
+    def asked() -> dict[str, int]:
+        return {
+            task.task: sum(sum(c.buckets) for c in task.calls if c.method == "RunStep")
+            for task in cluster.status().tasks
+        }
+
+    before = asked()
+    assert (session.read(w)["w"] == value).all()
+    more = {task: count - before[task] for task, count in asked().items()}
+    assert {task for task, count in more.items() if count} == {"/job:ps/task:1"}

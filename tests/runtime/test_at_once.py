@@ -18,7 +18,7 @@ from jgraph.graph.variable import Variable
 from jgraph.plan.plan import plan
 from jgraph.plan.program.nodes import ValueType
 from jgraph.plan.program.program import Program, StoredVariable
-from jgraph.runtime.at_once import SHORT_S
+from jgraph.runtime.at_once import SHORT_BYTES, SHORT_S
 from jgraph.runtime.task import TaskRuntime
 from tests.support.tasks import Tasks
 
@@ -129,3 +129,17 @@ def test_wrong_feed_changes_nothing() -> None:
     with pytest.raises(FeedError, match=r"is float32\[3\]"):
         runtime.run_at_once("h", [np.zeros(3, np.float32)])
     assert runtime.store.read([W])[0].tolist() == [1, 1]
+
+
+def test_step_that_reads_much_is_not_run_at_once() -> None:
+    count = SHORT_BYTES // 4 + 1
+    for size, at_once in ((count - 1, True), (count, False)):
+        w = Variable("w", ((size,), jnp.float32, jnp.zeros), device=HERE)
+        graph, _ = trace(lambda w=w: w[...], variables=[w])
+        program = plan(graph, tasks=[HERE, OTHER], driver=HERE).program
+        tasks = Tasks(HERE, OTHER)
+        tasks.register("h", program)
+        runtime = tasks.runtimes[HERE]
+        stored = StoredVariable("w", ValueType((size,), "float32"))
+        runtime.store.write([stored], [np.zeros(size, np.float32)])
+        assert (runtime.run_at_once("h", []) is not None) == at_once

@@ -142,7 +142,10 @@ class BlockPool:
         self._budget = budget
         self._slab_bytes = slab_bytes
         self._slabs: list[FreeList] = []
-        self._free_slots = list(range(slots))
+        # Those that were lent before; few ever are, and a task has a pool per peer.
+        self._free_slots: list[int] = []
+        self._new_slots = iter(range(slots))
+        self._next_slot = next(self._new_slots, None)
         self._lent: dict[int, Block] = {}
         self.slab_bytes_taken = 0
 
@@ -153,16 +156,28 @@ class BlockPool:
 
     def take(self, nbytes: int) -> Block | None:
         """Lends a block of at least ``nbytes``; None when nothing fits."""
-        if not self._free_slots:
+        if not self._has_slot:
             return None
         nbytes = _whole_pages(nbytes)
         for slab, free in enumerate(self._slabs):
             offset = free.take(nbytes)
             if offset is not None:
-                slot = heapq.heappop(self._free_slots)
+                slot = self._free_slot()
                 block = self._lent[slot] = Block(slab, offset, nbytes, slot)
                 return block
         return None
+
+    @property
+    def _has_slot(self) -> bool:
+        return bool(self._free_slots) or self._next_slot is not None
+
+    def _free_slot(self) -> int:
+        """Returns the least number that is free."""
+        if self._free_slots:
+            return heapq.heappop(self._free_slots)
+        slot, self._next_slot = self._next_slot, next(self._new_slots, None)
+        assert slot is not None  # there is one
+        return slot
 
     def release(self, slots: Iterable[int]) -> int:
         """Takes blocks back; slots that are not lent count for nothing.
@@ -195,7 +210,7 @@ class BlockPool:
     def slab_for(self, nbytes: int) -> int:
         """Returns the size of a new slab that fits ``nbytes``; 0: not allowed."""
         nbytes = _whole_pages(nbytes)
-        if not self._free_slots or nbytes > self._budget.remaining:
+        if not self._has_slot or nbytes > self._budget.remaining:
             return 0
         return max(nbytes, min(self._slab_bytes, _floor_pages(self._budget.remaining)))
 
@@ -214,6 +229,7 @@ class BlockPool:
         """Gives the budget back; nothing can be lent any more."""
         self._budget.give(self.slab_bytes_taken)
         self._slabs, self._lent, self._free_slots = [], {}, []
+        self._next_slot = None
         self.slab_bytes_taken = 0
 
 
