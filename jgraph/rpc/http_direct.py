@@ -66,13 +66,24 @@ class FastProtocol(HttpBounds, HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Answers, or lets the application do so."""
-        body, self._body = self._body, None
-        if body is not None:
-            if self._is_answered(bytes(body)):
+        if self._body is not None:
+            if self._is_answered(bytes(self._body)):
+                self._body = None
                 return
-            super().on_headers_complete()
-            super().on_body(bytes(body))
+            self._hand_over()
         super().on_message_complete()
+
+    def shutdown(self) -> None:
+        """Ends when what has begun is answered: by the application, that it ends."""
+        if self._body is not None:
+            self._hand_over()
+        super().shutdown()
+
+    def _hand_over(self) -> None:
+        body, self._body = self._body, None
+        super().on_headers_complete()
+        if body:
+            super().on_body(bytes(body))
 
     def _may_be_direct(self) -> bool:
         """Whether a request has nothing of the less usual parts of HTTP."""

@@ -1,6 +1,8 @@
 """Small requests over HTTP that are answered where they are read, without a task."""
 
 import json
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import jgraph as jg
 from jgraph.rpc import http_port
 from jgraph.serving import function_queue, oip_http
 from tests.support.http_calls import connected, heard
+from tests.support.waiting import wait_until
 
 INFER = "/v2/models/half_plus_three/infer"
 X = {"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}
@@ -165,3 +168,28 @@ def test_an_error_in_the_direct_way_is_an_answer_too(
     assert status == 500
     assert json.loads(body)["code"] == "JG-900"
     assert b"somebody" not in body
+
+
+def test_a_request_that_is_half_there_when_its_server_ends_is_told_so(
+    models: Path,
+) -> None:
+    server = jg.serve(models, watch_s=3600)
+    ending = threading.Thread(target=server.stop)
+    connections = server._uvicorn.server_state.connections
+    try:
+        whole = request_of(server, body_of())
+        with connected(server) as pipe:
+            pipe.sendall(whole[:-9])
+            wait_until(lambda: [one for one in connections if one._body])
+            ending.start()
+            wait_until(lambda: server._models.is_ending)
+            wait_until(lambda: not [one for one in connections if one._body])
+            pipe.sendall(whole[-9:])
+            [(status, headers, body)] = answers(heard(pipe))
+    finally:
+        if not ending.is_alive():
+            server.stop()
+        else:
+            ending.join(30)
+    assert (status, json.loads(body)["code"]) == (503, "JG-602")
+    assert headers["connection"] == "close"
