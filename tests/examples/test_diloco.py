@@ -38,7 +38,7 @@ def test_what_cannot_be_is_refused_in_words(tmp_path: Path) -> None:
 def test_the_command_prints_what_each_way_came_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--data", str(write_text(tmp_path)), "--workers", "2", "--steps", "50"]
+    options = ["--data", str(write_text(tmp_path)), "--workers", "2", "--steps", "100"]
     with pytest.raises(SystemExit) as stop:
         cli.main(["examples", "diloco", *options, "--json"])
     assert not stop.value.code
