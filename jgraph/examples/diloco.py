@@ -134,10 +134,10 @@ def run(directory: Path, cluster: Cluster | None, options: Options) -> Figures:
     rate = optax.warmup_cosine_decay_schedule(
         0.0, LEARNING_RATE, options.steps // 20, options.steps, LEARNING_RATE / 10
     )
-    begun = Characters(count, nnx.Rngs(options.seed))
-    with _trainer(cluster, begun, rate, SyncPS(), options) as trainer:
+    start = Characters(count, nnx.Rngs(options.seed))
+    with _trainer(cluster, start, rate, SyncPS(), options) as trainer:
         if together:
-            begun = _trained(trainer, train, together, options)
+            start = _trained(trainer, train, together, options)
         _trained(trainer, train, apart, options)
         figures: Figures = {"sync_loss": _tested(trainer, test)}
     options.say(f"{options.steps} exchanges: loss {figures['sync_loss']:.4f}\n")
@@ -151,7 +151,7 @@ def run(directory: Path, cluster: Cluster | None, options: Options) -> Figures:
         def rest(step: Any) -> Any:
             return rate(step + together)
 
-        with _trainer(cluster, begun, rest, strategy, options) as trainer:
+        with _trainer(cluster, start, rest, strategy, options) as trainer:
             _trained(trainer, train, rounds, options)
             loss = _tested(trainer, test)
         options.say(
