@@ -370,12 +370,19 @@ BUGS: Final = {
         "tests/runtime/store/test_ahead.py::"
         "test_a_row_is_copied_again_if_it_is_written_after_its_part_was",
     ),
+    "what moved to another ps stays where it was as well": Bug(
+        "server/runs/rescaling/rescaler.py",
+        "        await self._mover.forget((one.src, one.names) "
+        "for one in attempt.transfers)\n",
+        "",
+        RESCALED,
+    ),
     "a row of a hash table that lost its key is not copied again": Bug(
         "runtime/store/hash_shard.py",
         "        self._used[rows] = _NO_ROW\n        self._changed(rows)\n",
         "        self._used[rows] = _NO_ROW\n",
         "tests/runtime/store/test_hash_shard.py::"
-        "test_a_copy_that_was_made_in_parts_goes_on_as_the_shard_does",
+        "test_a_copy_has_no_key_that_its_shard_has_given_up_since",
     ),
     "what steps change after a rescale is recorded nowhere": Bug(
         "server/runs/rescaling/rescaler.py",

@@ -333,6 +333,22 @@ def test_a_copy_that_was_made_in_parts_goes_on_as_the_shard_does(
         train_on(copy, after)
 
 
+def test_a_copy_has_no_key_that_its_shard_has_given_up_since() -> None:
+    shard = shard_for(5, eviction="ttl", ttl=3)
+    copy = HashShard(shard.spec)
+    shard.lookup(ints(1, 2))
+    shard.mark()
+    copy.put_copied(shard.copied(shard.marked))
+    for _ in range(6):
+        shard.lookup(ints(1))
+        shard.update(ints(1), train)
+    assert keys_in(shard) == [1]
+    copy.put_copied(shard.copied(shard.marked))
+    copy.put_ends(shard.ends())
+    assert keys_in(copy) == [1]
+    assert len(copy) == 1
+
+
 def test_a_copy_of_many_rows_finds_each_of_its_keys() -> None:
     shard = shard_for(20_000)
     copy, chance = HashShard(shard.spec), np.random.default_rng(0)
