@@ -202,6 +202,10 @@ class TaskStatus:
       calls: that it answered, by method.
       gates: that it has.
       saves: what it wrote of checkpoints.
+      memory_free: the share of its host's memory, or of its container's, that can be
+        had; None of a task of an older version.
+      disk_free: that of the disks of temporary files and records.
+      certificate_ends_s: in seconds since 1970; None: it has none.
     """
 
     task: TaskName
@@ -230,6 +234,9 @@ class TaskStatus:
     calls: tuple[MethodCalls, ...] = ()
     gates: tuple[GateStatus, ...] = ()
     saves: ShardSaves = ShardSaves(0, 0, 0, 0.0, 0.0)
+    memory_free: float | None = None
+    disk_free: float | None = None
+    certificate_ends_s: float | None = None
 
     @classmethod
     def from_message(cls, message: pb.TaskStatus) -> Self:
@@ -267,6 +274,11 @@ class TaskStatus:
             ),
             gates=tuple(map(GateStatus.from_message, message.gates)),
             saves=ShardSaves(**{n: getattr(message.saves, n) for n in _SAVES}),
+            memory_free=(
+                message.memory_free if message.HasField("memory_free") else None
+            ),
+            disk_free=message.disk_free if message.HasField("disk_free") else None,
+            certificate_ends_s=message.certificate_ends_s or None,
         )
 
 

@@ -51,6 +51,7 @@ from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.security.tls import TLS
 from jgraph.rpc.security.token import Token, find_token
 from jgraph.rpc.transport import Address
+from jgraph.server.host_room import certificate_ends_s
 from jgraph.server.master import Master
 from jgraph.server.members.messages import arrangement_in, join_request
 from jgraph.server.overdue import OverdueWatch
@@ -136,6 +137,7 @@ class TaskServer:
             check_place=lambda: self._fence.check(),  # noqa: PLW0108  # made below
             allow_sources=tuple(allow_sources),
             records_dir=Path(records_dir) if records_dir else None,
+            certificate_ends_s=certificate_ends_s(tls),
         )
         self.service = TaskService(self.context, self._shutdown_asked)
         self._fence = FencedHandler(

@@ -41,6 +41,7 @@ from jgraph.runtime.task import TaskRuntime, by_name
 from jgraph.server.call_counts import CallCounts
 from jgraph.server.flight_service import FlightService, recorder_rows
 from jgraph.server.gates.gates import Gates
+from jgraph.server.host_room import disk_free, memory_free
 from jgraph.server.loops.dealer import Dealers
 from jgraph.server.loops.task_loops import TaskLoops
 from jgraph.server.members.messages import arrangement_in
@@ -272,6 +273,10 @@ class TaskService:
             gates=self.gates.statuses(),
             saves=self._saves.status(),
             arrangement=self.context.arrangement.number,
+            # In hundredths: what changes is sent and written.
+            memory_free=round(memory_free(), 2),
+            disk_free=round(disk_free(self.context.records_dir), 2),
+            certificate_ends_s=self.context.certificate_ends_s,
         )
 
     async def _task_status(self, request: Frame) -> AsyncIterator[Frame]:

@@ -16,6 +16,9 @@ _STILL_S: Final = 60.0
 _STUCK_S: Final = 30.0
 _SLOW_OVER_S: Final = 300.0
 _REFUSED: Final = 0.01
+_ROOM: Final = 0.05
+_DAY_S: Final = 86_400.0
+_SOON_S: Final = 30 * _DAY_S
 
 
 @final
@@ -86,7 +89,7 @@ def findings(seen: Seen) -> list[Finding]:
             _slow_runs,
             _grown_loss,
         ),
-        *(_silent_models, _refused_requests),
+        *(_silent_models, _refused_requests, _full_hosts, _certificates),
         *(_slow_workers, _evictions, _troubles, _errors, _bounds, _draining),
     )
     found = [finding for rule in rules for finding in rule(seen)]
@@ -196,6 +199,41 @@ def _restarts(seen: Seen) -> Iterator[Finding]:
             times = "once" if len(recent) == 1 else f"{len(recent)} times"
             what = f"{task.name} was started again, {times} in ten minutes"
             yield Finding(f"restarts:{task.name}", "warning", what, "jgraph events")
+
+
+def _full_hosts(seen: Seen) -> Iterator[Finding]:
+    for name, what, how in (
+        ("memory_free", "memory", "jgraph top"),
+        ("disk_free", "disk of temporary files and records", "df -h"),
+    ):
+        hosts: dict[str, list[tuple[float, str]]] = {}
+        for task in seen.tasks.seen.values():
+            host = text(task.facts, "address").rpartition(":")[0]
+            free = number(task.facts, name, 1.0)
+            if free < _ROOM and not task.missed:
+                hosts.setdefault(host, []).append((free, task.name))
+        for host, full in hosts.items():
+            least, first = min(full)
+            more = f" and {len(full) - 1} more" if len(full) > 1 else ""
+            where = (
+                f"the host of {first}{more} has {100 * least:.0f} % of its {what} left"
+            )
+            yield Finding(f"{name}:{host}", "warning", where, how)
+
+
+def _certificates(seen: Seen) -> Iterator[Finding]:
+    ends = {
+        task.name: at - seen.now
+        for task in seen.tasks.seen.values()
+        if (at := number(task.facts, "certificate_ends_s"))
+    }
+    soon = sorted((span, name) for name, span in ends.items() if span < _SOON_S)
+    if soon:
+        span, first = soon[0]
+        more = f" and {len(soon) - 1} more" if len(soon) > 1 else ""
+        when = f"ends in {span / _DAY_S:.0f} days" if span > 0 else "has ended"
+        what = f"the certificate of {first}{more} {when}; no connection is made then"
+        yield Finding("certificates", "warning", what, "jgraph certs")
 
 
 def _versions(seen: Seen) -> Iterator[Finding]:

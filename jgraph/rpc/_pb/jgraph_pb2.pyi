@@ -1254,6 +1254,9 @@ class TaskStatus(_message.Message):
     GATES_FIELD_NUMBER: _builtins.int
     SAVES_FIELD_NUMBER: _builtins.int
     ARRANGEMENT_FIELD_NUMBER: _builtins.int
+    MEMORY_FREE_FIELD_NUMBER: _builtins.int
+    DISK_FREE_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_ENDS_S_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     incarnation: _builtins.int
     address: _builtins.str
@@ -1280,6 +1283,13 @@ class TaskStatus(_message.Message):
     """frames that came twice"""
     arrangement: _builtins.int
     """as in Members"""
+    memory_free: _builtins.float
+    """Shares of the host, or of its container: of the memory, and of the disks that it
+    writes temporary files and records to.
+    """
+    disk_free: _builtins.float
+    certificate_ends_s: _builtins.float
+    """since 1970; 0: it has none"""
     @_builtins.property
     def programs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -1336,12 +1346,22 @@ class TaskStatus(_message.Message):
         gates: _abc.Iterable[Global___GateStatus] | None = ...,
         saves: Global___ShardSaves | None = ...,
         arrangement: _builtins.int = ...,
+        memory_free: _builtins.float | None = ...,
+        disk_free: _builtins.float | None = ...,
+        certificate_ends_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["saves", b"saves"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_disk_free", b"_disk_free", "_memory_free", b"_memory_free", "disk_free", b"disk_free", "memory_free", b"memory_free", "saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arrangement", b"arrangement", "busy_s", b"busy_s", "calls", b"calls", "compilations", b"compilations", "data_port", b"data_port", "device_count", b"device_count", "gates", b"gates", "hash_tables", b"hash_tables", "health_port", b"health_port", "incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "pid", b"pid", "platform", b"platform", "programs", b"programs", "python", b"python", "repeats_dropped", b"repeats_dropped", "rss_bytes", b"rss_bytes", "saves", b"saves", "state", b"state", "steps", b"steps", "task", b"task", "traffic", b"traffic", "up_s", b"up_s", "variable_bytes", b"variable_bytes", "ways", b"ways"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk_free", b"_disk_free", "_memory_free", b"_memory_free", "address", b"address", "arrangement", b"arrangement", "busy_s", b"busy_s", "calls", b"calls", "certificate_ends_s", b"certificate_ends_s", "compilations", b"compilations", "data_port", b"data_port", "device_count", b"device_count", "disk_free", b"disk_free", "gates", b"gates", "hash_tables", b"hash_tables", "health_port", b"health_port", "incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "memory_free", b"memory_free", "pid", b"pid", "platform", b"platform", "programs", b"programs", "python", b"python", "repeats_dropped", b"repeats_dropped", "rss_bytes", b"rss_bytes", "saves", b"saves", "state", b"state", "steps", b"steps", "task", b"task", "traffic", b"traffic", "up_s", b"up_s", "variable_bytes", b"variable_bytes", "ways", b"ways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__disk_free: _TypeAlias = _typing.Literal["disk_free"]  # noqa: Y015
+    _WhichOneofArgType__disk_free: _TypeAlias = _typing.Literal["_disk_free", b"_disk_free"]  # noqa: Y015
+    _WhichOneofReturnType__memory_free: _TypeAlias = _typing.Literal["memory_free"]  # noqa: Y015
+    _WhichOneofArgType__memory_free: _TypeAlias = _typing.Literal["_memory_free", b"_memory_free"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__disk_free) -> _WhichOneofReturnType__disk_free | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_free) -> _WhichOneofReturnType__memory_free | None: ...
 
 Global___TaskStatus: _TypeAlias = TaskStatus  # noqa: Y015
 

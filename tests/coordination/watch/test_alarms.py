@@ -46,6 +46,28 @@ def found_again() -> list[Fact]:
     return [*lost(), status(3)]
 
 
+def full() -> list[Fact]:
+    tasks = {
+        PS: task(address="a:1", memory_free=0.041, disk_free=0.2),
+        PS1: task(address="a:2", memory_free=0.04, disk_free=0.2),
+        WORKERS[0]: task(address="b:1", memory_free=0.5, disk_free=0.001),
+        WORKERS[1]: task(address="b:2"),  # an older one tells nothing
+    }
+    return [status(0, tasks)]
+
+
+def empty_again() -> list[Fact]:
+    return [*full(), status(1)]
+
+
+def certificates(days: float) -> list[Fact]:
+    ends = START + days * 86_400
+    tasks = {
+        name: task(certificate_ends_s=ends + i) for i, name in enumerate((PS, PS1))
+    }
+    return [status(0, {**tasks, WORKERS[0]: task(certificate_ends_s=None)})]
+
+
 def failed() -> list[Fact]:
     return [run(0, 5), run(1, 3210, state="failed")]
 
@@ -283,6 +305,33 @@ CASES: Sequence[tuple[str, Callable[[], list[Fact]], list[str]]] = (
         ["warning: the journal is not written: no space left on device"],
     ),
     ("trouble ends", trouble_ends, []),
+    (
+        "full",
+        full,
+        [
+            f"warning: the host of {PS1} and 1 more has 4 % of its memory left",
+            f"warning: the host of {WORKERS[0]} has 0 % of its disk of temporary files "
+            "and records left",
+        ],
+    ),
+    ("empty again", empty_again, []),
+    (
+        "certificate",
+        lambda: certificates(12),
+        [
+            f"warning: the certificate of {PS} and 1 more ends in 12 days; no "
+            "connection is made then"
+        ],
+    ),
+    (
+        "no certificate",
+        lambda: certificates(-1),
+        [
+            f"warning: the certificate of {PS} and 1 more has ended; no connection is "
+            "made then"
+        ],
+    ),
+    ("new certificates", lambda: certificates(31), []),
 )
 
 

@@ -1,0 +1,70 @@
+"""Room that a task has left: memory and disks of its host, time of its certificate."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from jgraph.rpc.security.tls import TLS
+
+_GROUP = Path("/sys/fs/cgroup")
+
+
+def memory_free(group: Path = _GROUP) -> float:
+    """Returns the share of the memory that can still be had, 0 to 1.
+
+    Of the machine, or of the container (cgroup v2) where that has less left. Pages of
+    files that nobody uses any more count as free, as the kernel gives them away.
+
+    Example:
+      >>> 0 < memory_free() <= 1
+      True
+    """
+    machine = psutil.virtual_memory()
+    free = machine.available / machine.total
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        rows = (
+            line.split() for line in (group / "memory.stat").read_text().split("\n")
+        )
+        cached = {row[0]: int(row[1]) for row in rows if len(row) == 2}
+    except (OSError, ValueError):  # "max": no limit
+        return free
+    used -= cached.get("inactive_file", 0)
+    return min(free, max(0.0, 1 - used / limit)) if limit else free
+
+
+def disk_free(*directories: Path | None) -> float:
+    """Returns the least share that is free of the disks of some directories, 0 to 1.
+
+    That of temporary files counts always; what is not there does not.
+
+    Example:
+      >>> 0 <= disk_free() <= 1
+      True
+    """
+    least = 1.0
+    for directory in (Path(tempfile.gettempdir()), *directories):
+        try:
+            disk = shutil.disk_usage(directory) if directory else None
+        except OSError:
+            continue
+        # Of what can be had: some of a disk may be kept for others.
+        if disk and disk.used + disk.free:
+            least = min(least, disk.free / (disk.used + disk.free))
+    return least
+
+
+def certificate_ends_s(files: TLS | None) -> float:
+    """Returns when a certificate ends, in seconds since 1970; 0 where none is read."""
+    if files is None:
+        return 0.0
+    from cryptography import x509
+
+    try:
+        leaf = x509.load_pem_x509_certificate(files.cert.read_bytes())
+    except (OSError, ValueError):
+        return 0.0  # whoever needs it says why
+    return leaf.not_valid_after_utc.timestamp()
