@@ -116,7 +116,7 @@ def test_a_master_that_dies_while_copies_begin_anew_leaves_none_out(
     fault: Fault, tmp_path: Path, point: str, strategy: Any
 ) -> None:
     once = tmp_path / "crashed"
-    env = {VARIABLE: f"rescale.{point}=crash", ONCE: str(once)}
+    env = {VARIABLE: f"{point}=crash", ONCE: str(once)}
     cluster = fault.cluster(ps=2, workers=3, elastic=True, restarts=3, env=env)
     elastic = Elastic(ps=(2, 3))
     there = counting.trainer(cluster, strategy(elastic=elastic, durability="replica"))
