@@ -31,6 +31,7 @@ from jgraph.coordination.run.supervisor import (
     Over,
     Pause,
     Prepare,
+    PsGone,
     Rest,
     RestartAsked,
     Restarted,
@@ -294,6 +295,9 @@ class RunSupervisor:
         self._supervise(together=self.loops.arbiter is not None)
         for event in events:
             self._handle(event)
+        if lost := list(self._order.goes_back):
+            what = f"{', '.join(lost)} was lost, and then the master that went back"
+            self._handle(PsGone(TaskLostError(what, tasks=lost)))
         self.rearranged()  # some may have left meanwhile
 
     def rearranged(self) -> None:
@@ -622,6 +626,11 @@ class RunSupervisor:
         """Goes on from what is kept of the state, with all workers that answer."""
         await self.rescaler.lose_state()
         world = self._losses.known, self.loops.newest, self._next_name("back")
+        if self.rescaler.is_elastic:  # else who comes next finds programs dropped
+            named = error.details.get("tasks") or [error.details.get("task") or "a ps"]
+            self._order.goes_back[:] = map(str, named)
+            self._note_order()
+            await self.rescaler.confirm()
         try:
             back = await self._rollback.go_back(error, *world, saved)
         except JGError as hopeless:
@@ -652,6 +661,7 @@ class RunSupervisor:
         self.loops.go_back(step, remaining, json.dumps(place))
         self.record.go_back(restoration, step - info["first_step"], json.dumps(place))
         self._order.version = back.version
+        del self._order.goes_back[:]
         self._note_order()
         self.saving.prepare_halts()
         for order in list(self.loops.replicas.values()):  # one that has left goes

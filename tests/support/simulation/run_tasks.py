@@ -90,7 +90,7 @@ class RunProcess:
         self.drained = asyncio.Event()
         self.joined = False
         self.held_by = 0
-        self.early: dict[str, int] = {}
+        self.early: dict[str, list[pb.StopLoop]] = {}
         self.hangs_at = self.dies_at = ""
         self.steps = 0
         self.applied = set[tuple[str, int]]()
@@ -301,7 +301,8 @@ class RunProcess:
             raise InvalidProgramError(f"no program '{order.handle}'", task=self.task)
         self.world.begun.append(order.loop)
         loop = self.loops[order.loop] = SimulatedLoop(self, order)
-        loop.halt_asked = self.early.pop(order.loop, 0)
+        for early in self.early.pop(order.loop, []):
+            self.tell(loop, early)
         self.spawn(loop.work())
         async for report in loop.told.stream():
             yield report
@@ -321,18 +322,23 @@ class RunProcess:
             stood = loop is not None and loop.go_on(told.go_on)
             halted = told.go_on if stood else 0
             return frame(loop_report=pb.LoopReport(halted=halted))
-        if loop is None and told.halt and told.loop not in self.ended:
-            self.early[told.loop] = told.halt  # it is told before it begins
-        elif loop is not None and told.lost:
-            loop.gone.add(TaskName(told.lost))
-        elif loop is not None and told.halt:
-            loop.halt_asked = told.halt
-        elif loop is not None:
-            loop.stop(pause=told.pause)
+        if loop is not None:
+            self.tell(loop, told)
+        elif told.loop and told.loop not in self.ended:  # before it begins
+            self.early.setdefault(told.loop, []).append(told)
         elif not told.loop:
             newest = self.terms.newest_loop(told.run)
             return frame(loop_report=pb.LoopReport(loop=newest))
         return EMPTY
+
+    def tell(self, loop: "SimulatedLoop", told: pb.StopLoop) -> None:
+        """Tells a loop that there is, or that begins now."""
+        if told.lost:
+            loop.gone.add(TaskName(told.lost))
+        elif told.halt:
+            loop.halt_asked = told.halt
+        else:
+            loop.stop(pause=told.pause)
 
 
 class SimulatedLoop:
