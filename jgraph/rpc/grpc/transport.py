@@ -1,31 +1,24 @@
 """gRPC transport of real clusters: asyncio, one Exchange stream per pair of tasks."""
 
 import itertools
-import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from functools import partial
 from typing import Literal, TypeAlias, final
-from weakref import WeakSet
 
-from jgraph.errors import ClusterUnreachableError, ConfigError
+from jgraph.errors import ConfigError
 from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.calls.caller import ASKS_METHOD, MAX_ASK_BYTES, CallConnection
+from jgraph.rpc.calls.caller import MAX_ASK_BYTES, CallConnection
 from jgraph.rpc.calls.connections import ConnectionPool
-from jgraph.rpc.dial import (
-    CONNECT_TIMEOUT_S,
-)
 from jgraph.rpc.dial_only.address import dial_only_address, is_dial_only
-from jgraph.rpc.dial_only.offered_streams import OfferedStreams
-from jgraph.rpc.dial_only.offering import Offering
-from jgraph.rpc.dial_only.relay import OF, RELAY_METHOD, TO
-from jgraph.rpc.exchange.link import EXCHANGE_METHOD, ExchangeLink
+from jgraph.rpc.exchange.link import ExchangeLink
 from jgraph.rpc.exchange.links import Links
 from jgraph.rpc.exchange.receiver import Presence
 from jgraph.rpc.frames import PROTOCOL, body_of, frame, hello
 from jgraph.rpc.grpc.channels import Channels
+from jgraph.rpc.grpc.routes import Routes
 from jgraph.rpc.grpc.server_port import ServerPort
 from jgraph.rpc.grpc.service import Service
 from jgraph.rpc.resumable.admission_control import RequestBudget
@@ -35,12 +28,10 @@ from jgraph.rpc.security.auth import Roles
 from jgraph.rpc.security.tls import TLS
 from jgraph.rpc.security.token import Token
 from jgraph.rpc.serving import HELLO_METHOD
-from jgraph.rpc.shared_memory.memory_blocks import Budget
 from jgraph.rpc.shared_memory.memory_files import is_supported
-from jgraph.rpc.shared_memory.shared_memory import SendMemory, default_limit
+from jgraph.rpc.shared_memory.shared_memory import SendMemories
 from jgraph.rpc.sockets.connecting import DataDialer
 from jgraph.rpc.sockets.offer import Doors
-from jgraph.rpc.sockets.pipe import Stream
 from jgraph.rpc.statistics import Counters, TransportStatistics
 from jgraph.rpc.transport import Address, Frame, Handler
 from jgraph.rpc.wire.buffer_pool import BufferPool
@@ -48,7 +39,6 @@ from jgraph.rpc.wire.codec import MAX_FRAME_BYTES, Prepared, prepare
 from jgraph.rpc.wire.decoder import Decoder
 
 DataEncryption: TypeAlias = Literal["records", "tls"]
-_logger = logging.getLogger(__name__)
 
 
 @final
@@ -142,11 +132,8 @@ class GrpcTransport:
         self.incarnation = incarnation or secrets.randbits(64) or 1
         self._max_frame_bytes = max_frame_bytes
         self._hello = hello(task, self.incarnation, protocol)
-        self._is_near = same_machine == "auto" and is_supported()
-        self._memories = WeakSet[SendMemory]()
-        self._budget = Budget(
-            default_limit() if max_shared_bytes is None else max_shared_bytes
-        )
+        is_near = same_machine == "auto" and is_supported()
+        self._memories = SendMemories(max_shared_bytes, near=is_near)
         self._max_queued_bytes = max_queued_bytes or default_queue_limit()
         self._room = RequestBudget(max_request_bytes)
         identity = tls.load(task) if tls is not None else None
@@ -161,14 +148,14 @@ class GrpcTransport:
         self._port: ServerPort | None = None
         if bind is not None:
             self._port = ServerPort(bind, data_port, identity, token, seals=seals)
-        self._offered = OfferedStreams()
-        self._offering: Offering | None = None
+        listens = task is not None and bind is not None
+        channels = Channels(identity, token)
+        self._routes = Routes(channels, self._hello, listens=listens)
         self._has_tls = identity is not None
         self._service: Service | None = None
         self._numbers: dict[TaskName, Iterator[int]] = {}
         self._links: Links[Prepared] = Links(self._make_link)
-        self._channels = Channels(identity, token)
-        self._lines = ConnectionPool(self._reach, self._line)
+        self._lines = ConnectionPool(self._routes.reach, self._line)
         self._line_numbers = itertools.count(1)
         self._closed = False
 
@@ -186,7 +173,8 @@ class GrpcTransport:
             return ""
         self._links.start(handler)
         port = self._port
-        doors = Doors() if port is None else port.open_doors(near=self._is_near)
+        near = self._memories.is_near
+        doors = Doors() if port is None else port.open_doors(near=near)
         service = Service(
             handler,
             self._hello,
@@ -194,18 +182,16 @@ class GrpcTransport:
             self._max_frame_bytes,
             self._buffers,
             self._room,
-            shares_memory=self._is_near and port is not None,
+            shares_memory=near and port is not None,
             presence=Presence(self, self._links.address_of),
             doors=doors,
-            offered=self._offered,
+            offered=self._routes.offered,
             checks_certificates=self._has_tls,
             roles=self._roles,
         )
         if port is None:
             address = dial_only_address(self.task, self.incarnation)
-            self._offering = Offering(
-                self._hello, self._channels, service.serve_dialled
-            )
+            self._routes.offer(service.serve_dialled)
         else:
             address = await port.listen(service.generic_handler(), doors)
         self.data_port = 0 if doors.data is None else doors.data.port
@@ -219,8 +205,8 @@ class GrpcTransport:
         reported as lost.
         """
         self._links.set_peers(peers)
-        if self._offering is not None and not self._closed:
-            self._offering.set_peers(peers)
+        if not self._closed:
+            self._routes.set_peers(peers)
 
     def post(self, dst: TaskName, frame: Frame) -> None:
         """Queues a frame for ``dst``; never blocks. A failure is ``peer_lost``.
@@ -251,97 +237,18 @@ class GrpcTransport:
             address,
             self._hello_of_line(),
             self._counters,
-            self._make_memory,
+            self._memories.new,
             self._numbers.setdefault(peer, itertools.count(1)),
             self._max_queued_bytes,
-            partial(self._exchange, peer, address),
-            near=self._is_near,
+            partial(self._routes.frames, peer, address),
+            near=self._memories.is_near,
             data=self._data,
         )
-
-    @asynccontextmanager
-    async def _exchange(
-        self, peer: TaskName, address: Address, patient: bool
-    ) -> AsyncIterator[Stream]:
-        """Opens a stream for frames to a task, over a channel of its own."""
-        if is_dial_only(address):
-            async with self._back(address, "Exchange") as stream:
-                yield stream
-            return
-        channel = await self._channels.open(
-            address, CONNECT_TIMEOUT_S, task=peer, patient=patient
-        )
-        try:
-            yield self._channels.stream(channel, EXCHANGE_METHOD)
-        finally:
-            await channel.close(None)
-
-    async def _reach(self, dst: Address, timeout_s: float) -> None:
-        """Makes sure that a server can be asked.
-
-        Raises:
-          JGError: why it cannot.
-        """
-        if is_dial_only(dst) and self._listens:
-            await self._offered.wait(dst, min(CONNECT_TIMEOUT_S, timeout_s))
-        else:
-            where = self._relay_to(dst) if is_dial_only(dst) else dst
-            await self._channels.shared(where, timeout_s)
-
-    @property
-    def _listens(self) -> bool:
-        return self.task is not None and self._port is not None
-
-    def _relay_to(self, dst: Address) -> Address:
-        """Returns a task that passes on to one that only dials.
-
-        Raises:
-          ClusterUnreachableError: none is known here.
-        """
-        dialled = self._offering.addresses if self._offering is not None else []
-        known = [*self._channels.connected, *dialled]
-        if not known:
-            raise ClusterUnreachableError(
-                f"{dst} only dials: nothing listens there, and no task is known here "
-                "that passes on what is said to it; connect to another task of its "
-                "cluster",
-                address=dst,
-            )
-        return known[0]
-
-    @asynccontextmanager
-    async def _back(self, dst: Address, method: str) -> AsyncIterator[Stream]:
-        """Gives a stream to a task that only dials: one that it offered, or a relay."""
-        if self._listens:
-            async with self._offered.take(
-                dst, method, (), CONNECT_TIMEOUT_S
-            ) as offered:
-                yield offered
-            return
-        relay = self._relay_to(dst)
-        channel = await self._channels.shared(relay, CONNECT_TIMEOUT_S)
-        yield self._channels.stream(channel, RELAY_METHOD, (TO, dst), (OF, method))
 
     def _hello_of_line(self) -> pb.Hello:
         hello = pb.Hello(line=next(self._line_numbers))
         hello.MergeFrom(self._hello)
         return hello
-
-    def _make_memory(self) -> SendMemory | None:
-        if not self._is_near:
-            return None
-        try:
-            memory = SendMemory(self._budget)
-        except OSError as error:
-            _logger.info(
-                "Tensors go through streams, not through shared memory: this process "
-                "cannot allocate any (%s).",
-                error.strerror or error,
-            )
-            self._is_near = False
-            return None
-        self._memories.add(memory)
-        return memory
 
     async def call(
         self, dst: Address, method: str, request: Frame, *, timeout_s: float
@@ -386,52 +293,24 @@ class GrpcTransport:
         return await line.ask(method, prepared, timeout_s)
 
     async def who_is_at(self, dst: Address, timeout_s: float) -> pb.Hello:
-        """Returns who answers at an address now; raises as ``ask``.
-
-        Over a connection of its own: one of before leads to who was there then. The
-        address of a task that only dials is of one process, so any leads to that.
-        """
-        if is_dial_only(dst):
-            return await self._who_answers(self._line(dst, data=False), timeout_s)
-        channel = await self._channels.open(dst, timeout_s)
-
-        @asynccontextmanager
-        async def over_it(patient: bool) -> AsyncIterator[Stream]:
-            del patient  # it is open
-            yield self._channels.stream(channel, ASKS_METHOD)
-
-        try:
-            line = self._line(dst, over_it, data=False)
-            return await self._who_answers(line, timeout_s)
-        finally:
-            await channel.close(None)
-
-    async def _who_answers(self, line: CallConnection, timeout_s: float) -> pb.Hello:
-        try:
-            request = prepare(frame(call=pb.Call(method=HELLO_METHOD)))
-            theirs: pb.Hello = body_of(await line.ask(HELLO_METHOD, request, timeout_s))
-            return theirs
-        finally:
-            await line.close()
-
-    @asynccontextmanager
-    async def _asks(self, dst: Address, patient: bool) -> AsyncIterator[Stream]:
-        """Opens a stream for calls to a server, over the channel of all calls to it."""
-        del patient  # who asks waits for a server that starts
-        if is_dial_only(dst):
-            async with self._back(dst, "Asks") as stream:
-                yield stream
-            return
-        channel = await self._channels.shared(dst, CONNECT_TIMEOUT_S)
-        yield self._channels.stream(channel, ASKS_METHOD)
+        """Returns who answers at an address now; raises as ``ask``."""
+        async with self._routes.calls_now(dst, timeout_s) as over:
+            line = self._line(dst, over, data=False)
+            try:
+                request = prepare(frame(call=pb.Call(method=HELLO_METHOD)))
+                reply = await line.ask(HELLO_METHOD, request, timeout_s)
+            finally:
+                await line.close()
+        theirs: pb.Hello = body_of(reply)
+        return theirs
 
     def _line(
         self, dst: Address, over: OpenStream | None = None, *, data: bool = True
     ) -> CallConnection:
-        over = over or partial(self._asks, dst)
+        over = over or partial(self._routes.calls, dst)
         return CallConnection(
             *(dst, self._hello_of_line(), over, self._decoder),
-            near=self._is_near,
+            near=self._memories.is_near,
             data=self._data if data else None,
         )
 
@@ -440,13 +319,12 @@ class GrpcTransport:
 
     async def give_back_memory(self) -> None:
         """See ``Transport.give_back_memory``."""
-        for memory in list(self._memories):
-            await memory.give_back()
+        await self._memories.give_back()
 
     def statistics(self) -> TransportStatistics:
         """Returns what was sent and received so far."""
         repeats = self._service.repeats if self._service is not None else 0
-        return self._counters.snapshot(repeats, self._budget.taken)
+        return self._counters.snapshot(repeats, self._memories.taken)
 
     async def close(self) -> None:
         """Sends what is posted (1 s at most), ends streams, and releases the port.
@@ -463,6 +341,4 @@ class GrpcTransport:
             if self._port is not None:
                 await self._port.close()
         await self._lines.close()
-        if self._offering is not None:
-            await self._offering.close()
-        await self._channels.close()
+        await self._routes.close()

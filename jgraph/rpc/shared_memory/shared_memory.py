@@ -11,10 +11,12 @@ receiver that lives keep their pages, and the kernel frees the rest.
 """
 
 import asyncio
+import logging
 import os
 import secrets
 from collections.abc import Sequence
 from typing import Any, Final, final
+from weakref import WeakSet
 
 import numpy as np
 
@@ -33,6 +35,7 @@ from jgraph.rpc.shared_memory.memory_files import (
     map_foreign,
 )
 
+_logger = logging.getLogger(__name__)
 FIRST_SLOT: Final = 64
 SLOTS: Final = 4 * PAGE_BYTES - FIRST_SLOT
 """Blocks that can be lent to one receiver at once."""
@@ -158,6 +161,51 @@ class SendMemory:
         for file in (self._control, *self._slabs):
             file.close()
         self._slabs = []
+
+
+@final
+class SendMemories:
+    """Gives each link of a process memory to lend from, all out of one budget.
+
+    Args:
+      most_bytes: of all together; None: see ``default_limit``.
+      near: there are peers that can map it.
+
+    Attributes:
+      is_near: it can be had; not where the process could allocate none.
+    """
+
+    def __init__(self, most_bytes: int | None, *, near: bool) -> None:
+        self._budget = Budget(default_limit() if most_bytes is None else most_bytes)
+        self._given = WeakSet[SendMemory]()
+        self.is_near = near
+
+    @property
+    def taken(self) -> int:
+        """Bytes that are allocated."""
+        return self._budget.taken
+
+    def new(self) -> SendMemory | None:
+        """Returns the memory of a link; None: its tensors travel in the stream."""
+        if not self.is_near:
+            return None
+        try:
+            memory = SendMemory(self._budget)
+        except OSError as error:
+            _logger.info(
+                "Tensors go through streams, not through shared memory: this process "
+                "cannot allocate any (%s).",
+                error.strerror or error,
+            )
+            self.is_near = False
+            return None
+        self._given.add(memory)
+        return memory
+
+    async def give_back(self) -> None:
+        """Gives large blocks back that nobody has borrowed."""
+        for memory in list(self._given):
+            await memory.give_back()
 
 
 @final

@@ -64,10 +64,12 @@ def test_connection_that_asks_nothing_is_ended_and_one_with_a_stream_is_not(
         client = GrpcTransport(None, token=TOKEN, tls=ours)
         address = await server.start(Recorder())
         assert numbers(await asked(client, address, "Echo", step(1))) == [1]
-        (opening,) = client._channels._shared.values()
+        (opening,) = client._routes._channels._shared.values()
         await asyncio.gather(*(until_closed(address, first) for _ in range(3)))
         assert numbers(await asked(client, address, "Echo", step(2))) == [2]
-        assert list(client._channels._shared.values()) == [opening]  # it was never cut
+        assert list(client._routes._channels._shared.values()) == [
+            opening
+        ]  # it was never cut
         await client.close()
         await server.close()
 

@@ -24,6 +24,7 @@ from jgraph.rpc.shared_memory.shared_memory import (
     SendMemory,
     available_memory,
 )
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("little_garbage")
 N = 100_000
@@ -89,7 +90,7 @@ def test_block_is_not_reused_while_a_jax_array_has_it() -> None:
         assert int(on_device.max()) == 5
         del on_device
         gc.collect()
-        assert sender.collect() == 1
+        wait_until(sender.collect)  # a thread of XLA may not be done with it
 
 
 def test_pages_of_a_receiver_outlive_the_sender() -> None:
