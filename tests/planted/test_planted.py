@@ -164,6 +164,13 @@ BUGS: Final = {
         f"{MEMBERS}test_no_batch_is_lost_or_comes_twice_whoever_joins_and_leaves",
         first=302,
     ),
+    "a master forgets that the one before went back": Bug(
+        "server/runs/supervisor.py",
+        "if lost := list(self._order.goes_back):",
+        "if lost := []:",
+        RESCALED,
+        first=1189,
+    ),
     "a run fails if a ps is lost as it has gone back": Bug(
         "server/runs/rollback.py",
         "except (ClusterUnreachableError, TaskLostError) as again:",

@@ -293,11 +293,11 @@ class RunSupervisor:
 
     def _begin_again(self, events: Iterable[Event]) -> None:
         self._supervise(together=self.loops.arbiter is not None)
-        for event in events:
-            self._handle(event)
         if lost := list(self._order.goes_back):
             what = f"{', '.join(lost)} was lost, and then the master that went back"
             self._handle(PsGone(TaskLostError(what, tasks=lost)))
+        for event in events:
+            self._handle(event)
         self.rearranged()  # some may have left meanwhile
 
     def rearranged(self) -> None:

@@ -10,7 +10,7 @@ from jgraph.errors import FencedError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
-from jgraph.rpc.transport import Frame
+from jgraph.rpc.transport import Address, Frame
 from jgraph.server.runs import calls as runs_module, journal
 from jgraph.server.runs.calls import Runs
 from jgraph.server.runs.standby import StandbyPeers
@@ -33,6 +33,10 @@ class Inviting:
     def tasks(self) -> list[TaskName]:
         """Returns those of the cluster."""
         return [PS, WORKER]
+
+    def address(self, task: TaskName) -> Address:
+        """Returns where a task listens."""
+        return Address(f"{task.rpartition(':')[2]}.host:1")
 
     async def call(self, task: str, method: str, request: Frame, **_: Any) -> Frame:
         """Answers as a task does."""
