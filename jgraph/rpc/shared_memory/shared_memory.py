@@ -177,7 +177,7 @@ class SendMemories:
 
     def __init__(self, most_bytes: int | None, *, near: bool) -> None:
         self._budget = Budget(default_limit() if most_bytes is None else most_bytes)
-        self._given = WeakSet[SendMemory]()
+        self._memories = WeakSet[SendMemory]()
         self.is_near = near
 
     @property
@@ -199,12 +199,12 @@ class SendMemories:
             )
             self.is_near = False
             return None
-        self._given.add(memory)
+        self._memories.add(memory)
         return memory
 
     async def give_back(self) -> None:
         """Gives large blocks back that nobody has borrowed."""
-        for memory in list(self._given):
+        for memory in list(self._memories):
             await memory.give_back()
 
 
