@@ -169,7 +169,7 @@ BUGS: Final = {
         "if lost := list(self._order.goes_back):",
         "if lost := []:",
         RESCALED,
-        first=1189,
+        first=1147,
     ),
     "a run fails if a ps is lost as it has gone back": Bug(
         "server/runs/rollback.py",
