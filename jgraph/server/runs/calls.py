@@ -173,10 +173,13 @@ class Runs:
         self._do(self._keep_standby(supervisor))
 
     async def _choose(self, supervisor: RunSupervisor) -> None:
+        # Addresses first: a task may leave the cluster while others are asked.
+        peers = self._peers
+        dialled = {t for t in peers.tasks() if not is_dial_only(peers.address(t))}
         ready = {
             task: process
-            for task, process in (await ready_tasks(self._peers)).items()
-            if not is_dial_only(self._peers.address(task))  # whom no client could ask
+            for task, process in (await ready_tasks(peers)).items()
+            if task in dialled  # else no client could ask it
         }
         before = self._appointed.get(supervisor.name, {})
         incumbents = {
