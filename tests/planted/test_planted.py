@@ -412,7 +412,7 @@ BUGS: Final = {
         "        self._record.rescale(switch, self._losses.holders)\n",
         "",
         RESCALED,
-        first=30,
+        first=173,
     ),
     "variables that have moved stay where they were, too": Bug(
         "server/runs/rescaling/rescaler.py",
