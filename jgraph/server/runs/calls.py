@@ -87,9 +87,12 @@ class Runs:
         """Lets standbys take the runs of this task, which is told to end."""
         self._leaves = True
         for supervisor in self._supervisors.values():
-            if self._has_standby(supervisor):
-                supervisor.hand_over()
-                self._do(self._wait_taken(supervisor))
+            self._hand_over(supervisor)
+
+    def _hand_over(self, supervisor: RunSupervisor) -> None:
+        if self._has_standby(supervisor):
+            supervisor.hand_over()
+            self._do(self._wait_taken(supervisor))
 
     async def wait_handed_over(self, grace_s: float) -> None:
         """Waits until no run needs this task any more, for at most ``grace_s``.
@@ -288,7 +291,7 @@ class Runs:
             if is_newest:
                 del self._standbys[run]
         if self._leaves and run in self._supervisors:  # it has become the master
-            self.hand_over()
+            self._hand_over(self._supervisors[run])
         if is_newest:
             before = standby.reader
             if before is not None and before is not standby:
