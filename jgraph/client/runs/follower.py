@@ -72,22 +72,35 @@ class Owner:
 
 
 @final
-class _Inbox:
-    """What came of a run and was not taken; from any thread."""
+class Inbox:
+    """What came of a run and was not taken; from any thread.
+
+    Urgent items come first, but only one of them overtakes another item: else nobody
+    would hear how far a run is that is saved again and again.
+
+    Example:
+      >>> inbox = Inbox()
+      >>> for n, urgent in (1, False), (2, False), (3, True):
+      ...     inbox.put(n, urgent=urgent)
+      >>> taken = iter(inbox)
+      >>> first = next(taken)
+      >>> inbox.put(4, urgent=True)
+      >>> first, [next(taken) for _ in range(3)]
+      (3, [1, 2, 4])
+    """
 
     def __init__(self) -> None:
-        self._items: deque[Item] = deque()
+        self._items: deque[tuple[Any, bool]] = deque()
+        self._overtaken = 0  # so many of the first items, each once
         self._news = threading.Condition()
         self._error: BaseException | None = None
         self._is_over = False
 
-    def put(self, item: Item) -> None:
-        """Adds an item; loops that stand still for one do not wait for the others."""
+    def put(self, item: Any, *, urgent: bool = False) -> None:
+        """Adds an item."""
         with self._news:
-            if isinstance(item, Question) and item.kind == "halted":
-                self._items.appendleft(item)
-            else:
-                self._items.append(item)
+            place = self._overtaken if urgent else len(self._items)
+            self._items.insert(place, (item, urgent))
             self._news.notify()
 
     def end(self, error: BaseException | None) -> None:
@@ -96,13 +109,15 @@ class _Inbox:
             self._error, self._is_over = error, True
             self._news.notify()
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[Any]:
         while True:
             with self._news:
                 self._news.wait_for(lambda: self._items or self._is_over)
                 if not self._items:
                     break
-                item = self._items.popleft()
+                item, urgent = self._items.popleft()
+                before = max(0, self._overtaken - 1)
+                self._overtaken = len(self._items) if urgent else before
             yield item
         if self._error is not None:
             raise self._error
@@ -140,8 +155,8 @@ class RunFollower:
         self._lost_replicas = set[int]()
         self._question_numbers = set[int]()
         self._waits = threading.Event()  # set: what was waited for is there
-        self._inbox = _Inbox()
-        self._items = iter(self._inbox)
+        self._inbox = Inbox()
+        self._items: Iterator[Item] = iter(self._inbox)
         self._thread = threading.Thread(
             target=self._follow, name="jgraph-follow", daemon=True
         )
@@ -221,8 +236,8 @@ class RunFollower:
                 self._waits.set()
                 self._waits = waits = threading.Event()
                 self._beside(lambda: self._look_for_starters(question, waits))
-            case _:
-                self._inbox.put(question)
+            case _:  # loops that stand still wait for no report
+                self._inbox.put(question, urgent=question.kind == "halted")
 
     def _beside(self, work: Callable[[], None]) -> None:
         threading.Thread(target=work, name="jgraph-answer", daemon=True).start()
