@@ -1,14 +1,26 @@
 """Room that a task has left: memory and disks of its host, time of its certificate."""
 
+import asyncio
 import shutil
 import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from math import inf
 from pathlib import Path
+from typing import Final, final
 
 import psutil
 
+from jgraph.clock import Clock
 from jgraph.rpc.security.tls import TLS
 
 _GROUP = Path("/sys/fs/cgroup")
+LOOK_EVERY_S: Final = 5.0
+"""A disk is not asked more often than that: it fills more slowly."""
+WAIT_S: Final = 0.05
+"""By then a disk has answered that does."""
 
 
 def memory_free(group: Path = _GROUP) -> float:
@@ -55,6 +67,53 @@ def disk_free(*directories: Path | None) -> float:
         if disk and disk.used + disk.free:
             least = min(least, disk.free / (disk.used + disk.free))
     return least
+
+
+@final
+class DiskLooks:
+    """What the disks of some directories had free when they last answered.
+
+    A disk of the network may not answer for minutes: each look is a thread of its own,
+    and while one lasts no other begins.
+
+    Args:
+      clock: says when a look is due.
+      directories: as of ``disk_free``.
+
+    Attributes:
+      free: the share that was free; None: no disk has answered yet.
+    """
+
+    def __init__(self, clock: Clock, *directories: Path | None) -> None:
+        self._clock = clock
+        self._directories = directories
+        self._due_s = -inf
+        self._is_looking = False
+        self.free: float | None = None
+
+    async def look(self) -> None:
+        """Looks if a look is due; waits for it as long as a disk takes that is well."""
+        now = self._clock.now()
+        if self._is_looking or now < self._due_s:
+            return
+        self._is_looking, self._due_s = True, now + LOOK_EVERY_S
+        over = asyncio.Event()
+        wake = partial(asyncio.get_running_loop().call_soon_threadsafe, over.set)
+        # A daemon: a process may end whose disk does not answer.
+        threading.Thread(
+            target=self._ask, args=(wake,), name="jgraph-disk", daemon=True
+        ).start()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WAIT_S):
+                await over.wait()
+
+    def _ask(self, wake: Callable[[], object]) -> None:
+        try:
+            self.free = disk_free(*self._directories)
+        finally:
+            self._is_looking = False
+        with suppress(RuntimeError):  # the event loop is closed: nobody waits
+            wake()
 
 
 def certificate_ends_s(files: TLS | None) -> float:

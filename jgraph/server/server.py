@@ -375,7 +375,7 @@ class Server:
         assert server is not None  # it serves
 
         async def ask() -> pb.TaskStatus:
-            return server.service.status()
+            return await server.service.status()
 
         return pb.ClusterStatus(
             master=self.task,

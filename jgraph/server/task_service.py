@@ -41,7 +41,7 @@ from jgraph.runtime.task import TaskRuntime, by_name
 from jgraph.server.call_counts import CallCounts
 from jgraph.server.flight_service import FlightService, recorder_rows
 from jgraph.server.gates.gates import Gates
-from jgraph.server.host_room import disk_free, memory_free
+from jgraph.server.host_room import DiskLooks, memory_free
 from jgraph.server.loops.dealer import Dealers
 from jgraph.server.loops.task_loops import TaskLoops
 from jgraph.server.members.messages import arrangement_in
@@ -101,6 +101,7 @@ class TaskService:
         self._calls = CallCounts(context.clock)
         self._saves = SaveCounts(context.clock)
         self._flight = FlightService(context, self.runtime.flight)
+        self._disks = DiskLooks(context.clock, context.records_dir)
         self._began = context.clock.now()
         self.parts = StepParts(self.runtime, self.shell.messages, self.gates)
         self.dealers = Dealers(context.clock)
@@ -234,9 +235,11 @@ class TaskService:
             )
         return self._calls.counted(method, answer(request))
 
-    def status(self) -> pb.TaskStatus:
+    async def status(self) -> pb.TaskStatus:
         """Returns the facts about this task."""
+        await self._disks.look()
         transported = self.context.transport.statistics()
+        disk_free = self._disks.free
         return pb.TaskStatus(
             task=self.task,
             incarnation=self.context.incarnation,
@@ -275,12 +278,12 @@ class TaskService:
             arrangement=self.context.arrangement.number,
             # In hundredths: what changes is sent and written.
             memory_free=round(memory_free(), 2),
-            disk_free=round(disk_free(self.context.records_dir), 2),
+            disk_free=None if disk_free is None else round(disk_free, 2),
             certificate_ends_s=self.context.certificate_ends_s,
         )
 
     async def _task_status(self, request: Frame) -> AsyncIterator[Frame]:
-        yield frame(task_status=self.status())
+        yield frame(task_status=await self.status())
 
     async def _register_program(self, request: Frame) -> AsyncIterator[Frame]:
         failpoint("program.received")

@@ -22,9 +22,7 @@ from tests.support.free_port import free_port
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="needs jgraph[browser]", exc_type=ImportError
 )
-pytest.importorskip(
-    "jupyter_server_proxy", reason="needs pip install jupyter-server-proxy"
-)
+pytest.importorskip("jupyter_server_proxy", reason="needs jgraph[browser]")
 pytestmark = [pytest.mark.nightly, pytest.mark.procs, needs_chromium]
 START_S = 60.0
 

@@ -1,6 +1,10 @@
 """How much room a host has left, with containers and disks that are imagined."""
 
+import asyncio
 import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +14,15 @@ import pytest
 from jgraph.graph.device import TaskName
 from jgraph.rpc.security.certificates import make_certificates
 from jgraph.rpc.security.tls import TLS
-from jgraph.server.host_room import certificate_ends_s, disk_free, memory_free
+from jgraph.server.host_room import (
+    LOOK_EVERY_S,
+    DiskLooks,
+    certificate_ends_s,
+    disk_free,
+    memory_free,
+)
+from tests.support.run_async import run_async
+from tests.support.services import service_of
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +66,100 @@ def test_the_fullest_disk_counts_and_one_that_is_not_there_does_not(
     monkeypatch.setattr(shutil, "disk_usage", usage)
     assert disk_free() == disk_free(None) == disk_free(Path("/gone")) == 0.5
     assert disk_free(None, tmp_path) == 0.05
+
+
+class Hand:
+    """A clock that somebody sets."""
+
+    time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+
+class Disks:
+    """Disks of which one may not answer."""
+
+    def __init__(self) -> None:
+        self.free = 50
+        self.asked = threading.Semaphore(0)
+        self.answers = threading.Event()
+        self.answers.set()
+        self.looks = 0
+
+    def usage(self, path: Path) -> SimpleNamespace:
+        self.looks += path.name == "records"
+        free = self.free
+        if path.name == "records":
+            self.asked.release()
+            assert self.answers.wait(30)
+        return SimpleNamespace(total=100, used=100 - free, free=free)
+
+    @contextmanager
+    def hung(self) -> Iterator[None]:
+        self.answers.clear()
+        try:
+            yield
+        finally:
+            self.answers.set()
+
+
+@pytest.fixture
+def disks(monkeypatch: pytest.MonkeyPatch) -> Disks:
+    found = Disks()
+    monkeypatch.setattr(shutil, "disk_usage", found.usage)
+    return found
+
+
+def test_a_disk_that_is_well_has_answered_when_the_look_returns(disks: Disks) -> None:
+    clock = Hand()
+    looks = DiskLooks(clock, Path("/records"))
+    run_async(looks.look())
+    assert looks.free == 0.5
+    disks.free = 3
+    clock.time = LOOK_EVERY_S - 1
+    run_async(looks.look())
+    assert looks.free == 0.5  # it is not asked at every question
+    clock.time = LOOK_EVERY_S
+    run_async(looks.look())
+    assert looks.free == 0.03
+    assert disks.looks == 2
+
+
+def test_a_disk_that_hangs_is_not_waited_for_and_its_last_answer_stays(
+    disks: Disks,
+) -> None:
+    clock = Hand()
+    looks = DiskLooks(clock, Path("/records"))
+
+    async def run() -> None:
+        await looks.look()
+        disks.free = 3
+        with disks.hung():
+            for _ in range(4):
+                clock.time += LOOK_EVERY_S
+                await asyncio.wait_for(looks.look(), 10)
+                assert looks.free == 0.5
+            assert disks.looks == 2  # one look at a time, however long it lasts
+
+    run_async(run())
+    for thread in threading.enumerate():
+        if thread.name == "jgraph-disk":
+            thread.join(30)
+    assert looks.free == 0.03
+
+
+def test_a_task_tells_of_itself_while_its_disk_hangs(disks: Disks) -> None:
+    task = TaskName("/job:ps/task:0")
+
+    async def run() -> None:
+        async with service_of(task, Path("/records")) as (service, _):
+            with disks.hung():
+                first = await asyncio.wait_for(service.status(), 10)
+                assert not first.HasField("disk_free")  # nobody knows it yet
+                assert first.memory_free == 0.6
+
+    run_async(run())
 
 
 def test_the_end_of_a_certificate_is_known_where_there_is_one(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.methods import ROLES
@@ -13,10 +14,10 @@ from jgraph.server.task_service import TaskService
 
 @asynccontextmanager
 async def service_of(
-    task: TaskName,
+    task: TaskName, records_dir: Path | None = None
 ) -> AsyncIterator[tuple[TaskService, GrpcTransport]]:
     transport = GrpcTransport(task, same_machine="off", roles=ROLES)
-    context = TaskContext(task, transport, SystemClock())
+    context = TaskContext(task, transport, SystemClock(), records_dir=records_dir)
     service = TaskService(context, lambda grace_s: None)
     try:
         yield service, transport
