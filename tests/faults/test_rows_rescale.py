@@ -13,14 +13,25 @@ from jgraph.clock import SystemClock
 from jgraph.errors import JGError
 from jgraph.failpoints import CRASHED, ONCE, POINTS, VARIABLE
 from jgraph.launch.local.cluster import LocalCluster
+from jgraph.runtime.files.step_files import our_steps
 from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.run.run import Run
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.sync_runner import SyncPS
 from tests.support import hash_counting
-from tests.support.counting import BATCH, IDS, Ledger, check_together, goes_on, trainer
+from tests.support.counting import (
+    BATCH,
+    IDS,
+    Ledger,
+    check_recovered,
+    check_together,
+    goes_on,
+    gone_back_to,
+    trainer,
+)
 from tests.support.fault import Fault
+from tests.support.leaver import kill_the_leaver
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(180)]
@@ -192,6 +203,34 @@ def test_a_ps_that_joins_and_dies_while_variables_move_changes_nothing(
     assert run.rescales() == []
     checked(there, run, together=strategy is SyncPS)
     fault.names += ["stays as it is"]
+    there.close()
+
+
+@pytest.mark.row(46)
+@pytest.mark.parametrize(
+    "strategy", [SyncPS, pytest.param(AsyncPS, marks=pytest.mark.chaos)]
+)
+def test_a_ps_that_leaves_and_dies_first_is_lost_as_any_and_then_leaves(
+    fault: Fault, strategy: Any
+) -> None:
+    """The run goes back to its checkpoint when the ps is there again, elsewhere."""
+    env = {VARIABLE: "rescale.prepared=sleep:2@2"}
+    cluster = fault.cluster(ps=1, workers=2, elastic=True, restarts=3, env=env)
+    saves = Checkpoints(fault.path, every=10, keep=10**6)
+    there, run = begun(cluster, strategy(elastic=ELASTIC), saves)
+    cluster.scale(ps=2)
+    wait_until(lambda: our_steps(fault.path))
+    kill_the_leaver(cluster, 1)
+    assert run.state == "running"
+    assert [r.lost for r in run.recoveries()] == [("/job:ps/task:1",)]
+    assert [r.ps for r in run.rescales()] == [2, 1]
+    assert cluster.tasks("ps") == ["/job:ps/task:0"]
+    goes_on(run)
+    run.stop()
+    run.wait(60)
+    back = gone_back_to(fault.path, run)
+    check_recovered(there, run, back, share=2 if strategy is SyncPS else 1, torn=2)
+    fault.names += ["/job:ps/task:1 was lost", "SIGKILL"]
     there.close()
 
 

@@ -18,6 +18,7 @@ from jgraph.train.strategies.sync_runner import SyncPS
 from tests.support import counting, hash_counting
 from tests.support.counting import goes_on
 from tests.support.fault import Fault
+from tests.support.leaver import kill_the_leaver
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(180)]
@@ -79,6 +80,28 @@ def test_a_ps_that_joined_a_run_with_copies_is_killed_and_no_update_is_lost(
     kill(cluster, run, "/job:ps/task:1")
     assert [r.ps for r in run.rescales()] == [3, 2]
     ledger_of(there, run, together=strategy is SyncPS, kills=2)
+    fault.names += ["goes on with the copies", "SIGKILL"]
+    there.close()
+
+
+@pytest.mark.row(13, 46)
+@pytest.mark.chaos
+@pytest.mark.parametrize("durability", ["replica", "log"])
+@pytest.mark.parametrize("strategy", [SyncPS, AsyncPS])
+def test_a_ps_with_copies_that_leaves_and_dies_first_costs_no_update(
+    fault: Fault, strategy: Any, durability: Durability
+) -> None:
+    env = {VARIABLE: "rescale.prepared=sleep:2@2"}
+    cluster = fault.cluster(ps=2, workers=2, elastic=True, restarts=3, env=env)
+    elastic = Elastic(ps=(2, 3))
+    there = counting.trainer(cluster, strategy(elastic=elastic, durability=durability))
+    run = begun(there, counting.IDS, counting.BATCH)
+    cluster.scale(ps=3)
+    kill_the_leaver(cluster, 2)
+    assert [r.lost for r in run.recoveries()] == [("/job:ps/task:2",)]
+    assert [r.ps for r in run.rescales()] == [3, 2]
+    goes_on(run)
+    ledger_of(there, run, together=strategy is SyncPS, kills=1)
     fault.names += ["goes on with the copies", "SIGKILL"]
     there.close()
 

@@ -236,6 +236,9 @@ class RunFollower:
                 self._waits.set()
                 self._waits = waits = threading.Event()
                 self._beside(lambda: self._look_for_starters(question, waits))
+            case "state":
+                self._renew_addresses()
+                self._inbox.put(question)
             case _:  # loops that stand still wait for no report
                 self._inbox.put(question, urgent=question.kind == "halted")
 
@@ -261,6 +264,11 @@ class RunFollower:
         except JGError as caught:
             error = caught
         question.answer(error=error)
+
+    def _renew_addresses(self) -> None:
+        """Learns where tasks are: one that was lost may have joined again elsewhere."""
+        with suppress(JGError):  # what needs that address will say so
+            self._cluster.refresh()
 
     def _look_for_starters(self, question: Question, waits: threading.Event) -> None:
         """Answers if nobody starts a task that the run waits for."""
@@ -296,6 +304,7 @@ class RunFollower:
         if report.restored is not None:
             level = logging.INFO if report.restored.is_drain else logging.WARNING
             _RECOVER_LOG.log(level, "%s", report.restored)
+            self._renew_addresses()
         return report
 
     def _follow(self) -> None:

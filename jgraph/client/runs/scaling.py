@@ -107,6 +107,7 @@ class Scaler:
             self.announce(task)
         if self.wait or leavers:  # who leaves ends when nobody needs it any more
             self._wait_moved(wanted, [run.name for run in runs], polling)
+            leavers = self.cluster.tasks("ps")[wanted:]
         for task in reversed(leavers):
             self._wait_empty(task, polling)
             self.leave(task)
@@ -158,7 +159,12 @@ class Scaler:
                 )
 
     def _wait_moved(self, wanted: int, names: Sequence[str], polling: Polling) -> None:
-        """Waits until the variables of all runs lie on so many ps."""
+        """Waits until the variables of all runs lie on so many ps.
+
+        A leaver that dies before that is needed again, and its next process is told to
+        leave as well.
+        """
+        number = self.cluster.arrangement
         while True:
             late = [
                 run
@@ -175,6 +181,12 @@ class Scaler:
                     f"goes on with {late[0].ps}{why}; it moves them as soon as it can",
                     run=late[0].name,
                 )
+            if any(run.ps > wanted for run in late):
+                self.cluster.refresh()
+            if self.cluster.arrangement != number:
+                number = self.cluster.arrangement
+                for task in self.cluster.tasks("ps")[wanted:]:
+                    self.announce(task)
 
     def _wait_empty(self, task: TaskName, polling: Polling) -> None:
         """Waits until a ps holds nothing: a save under way reads a copy there."""
