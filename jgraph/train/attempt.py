@@ -240,6 +240,7 @@ class Attempts:
             stop=request.stop,
             lease_s=request.lease_s,
             wait_s=request.wait_s,
+            privacy=None if spending is None else spending.opening(),
         )
         return Attempt(
             runner=runner,
@@ -255,9 +256,8 @@ class Attempts:
                 *(request.eval_data, eval_dataset),
                 whole=request.whole,
             ),
-            restore=lambda path: fill_from(
-                build, path, check_first=False, spending=spending
-            ),
+            # What such a checkpoint has spent is known here, and more.
+            restore=lambda path: fill_from(build, path, check_first=False),
             saving=self._saving(take, first),
             spending=spending,
         )

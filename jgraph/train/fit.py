@@ -42,6 +42,7 @@ _BATCH_ERRORS: Final = (DataSlotError, *BATCH_ERRORS)
 """Errors of one batch: all updates before it are applied, and good."""
 
 _LOG = logging.getLogger("jgraph.data")
+_PRIVACY_LOG = logging.getLogger("jgraph.privacy")
 _TRAIN_LOG = logging.getLogger("jgraph.train")
 
 _End: TypeAlias = tuple[Sequence[Any] | None, Position]
@@ -277,9 +278,16 @@ class Fit:
         """Takes note that the master of the run has taken it back."""
         spending = self.attempt.spending
         if spending is not None:
-            spending.went_back(recovery.step, recovery.back_to)
+            newest = max(recovery.step, self.history.steps)
+            spending.went_back(newest, recovery.back_to)
             if not spending.may_do(self.attempt.total - recovery.back_to):
-                self.attempt.stop.set()  # before the updates to come pass the target
+                if newest > recovery.step:  # the master makes too many updates
+                    self.attempt.stop.set()
+                _PRIVACY_LOG.warning(
+                    "the run ends early: with %d updates that are made again, all of "
+                    "them would pass target_epsilon",
+                    newest - recovery.back_to,
+                )
         self.history.go_back(recovery.back_to)
         self.run.recovered(recovery)
 

@@ -2558,6 +2558,7 @@ class RunRestored(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     TOLD_FIELD_NUMBER: _builtins.int
     BY_FIELD_NUMBER: _builtins.int
+    UNTOLD_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, … of the run"""
     step: _builtins.int
@@ -2570,6 +2571,8 @@ class RunRestored(_message.Message):
     """it took"""
     told: _builtins.bool
     """the tasks were told to end"""
+    untold: _builtins.bool
+    """the model may have had more updates, of which another master was told"""
     @_builtins.property
     def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """tasks"""
@@ -2594,10 +2597,11 @@ class RunRestored(_message.Message):
         seconds: _builtins.float = ...,
         told: _builtins.bool = ...,
         by: _abc.Iterable[_builtins.str] | None = ...,
+        untold: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["back_to", b"back_to", "by", b"by", "data", b"data", "lost", b"lost", "number", b"number", "seconds", b"seconds", "step", b"step", "told", b"told", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["back_to", b"back_to", "by", b"by", "data", b"data", "lost", b"lost", "number", b"number", "seconds", b"seconds", "step", b"step", "told", b"told", "untold", b"untold", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,6 +5,7 @@ frame after the other. The standby of the master keeps a record of its own from 
 """
 
 import asyncio
+import json
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
@@ -13,6 +14,8 @@ import numpy as np
 
 from jgraph.clock import Clock
 from jgraph.cluster.drain import told_to_end
+from jgraph.cluster.methods import reading
+from jgraph.coordination.run.privacy_account import POSITION_KEY, PrivacyAccount
 from jgraph.errors import ConfigError, FencedError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -39,6 +42,9 @@ class Journal:
       data_run: under which its data is dealt out.
       term: of the masters that it had.
       position: where in the data it is, as JSON; None: who deals that out knows.
+      account: of the privacy that it has spent, when it went back last; None: nobody
+        keeps one.
+      is_told_all: no master before was told of more updates.
       error: what it failed with.
     """
 
@@ -46,6 +52,8 @@ class Journal:
         self.data_run, self.term = "", order.term or 1
         self.position: str | None = None
         self.error: JGError | None = None
+        self.account = _account_of(order)
+        self.is_told_all = True
         self._task = task
         self._order = order
         self._clock = clock
@@ -186,9 +194,30 @@ class Journal:
             state="restored", data_position=position, restored=restored
         )
         self.again(frame(loop_report=body, tensors=_NOTHING))
-        self._steps = steps
+        if (account := self.account) is not None:
+            first, is_known = account.first, not restored.untold
+            step = first + self._steps
+            self.account = account.went_back(step, first + steps, is_known=is_known)
+        self._steps, self.is_told_all = steps, True
         if restored.HasField("data"):  # who deals that out knows
             self.data_run, self.position = restored.data.run, None
+
+    def may_do(self, updates: int) -> int:
+        """Returns how many of so many updates the target of its privacy allows."""
+        allowance = None if self.account is None else self.account.allowance
+        return updates if allowance is None else min(updates, allowance)
+
+    def privacy(self, updates: int) -> Mapping[str, Any]:
+        """Returns the account for the position of a checkpoint; empty: it has none.
+
+        Args:
+          updates: of the checkpoint.
+        """
+        account = self.account
+        if account is None or not account.is_whole:
+            return {}
+        account = account.reached(account.first + self._steps)
+        return {POSITION_KEY: account.reached(updates).plain()}
 
     def rescale(self, switch: pb.RunRescaled, holders: Mapping[str, str]) -> None:
         """Takes note that the variables of the run lie on other ps now.
@@ -308,6 +337,14 @@ class Journal:
             if ends:
                 return
             await news
+
+
+def _account_of(order: pb.OpenRun) -> PrivacyAccount | None:
+    """Returns the account of the privacy that a run spends; None: nobody keeps one."""
+    with reading("what is said of a run"):
+        info = dict(json.loads(order.info)) if order.info else {}
+        plain = info.get("privacy")
+        return None if plain is None else PrivacyAccount.opened(plain)
 
 
 def _begun(order: pb.RunLoop) -> pb.LoopReport:

@@ -176,7 +176,8 @@ class JournalReplay:
         supervisor.record.go_back(restored, step - info["first_step"], position)
         supervisor.restores = restored.number
         supervisor.copies.began = step
-        supervisor.loops.go_back(step, info["steps"] - step, position)
+        remaining = supervisor.record.may_do(info["steps"] - step)
+        supervisor.loops.go_back(step, remaining, position)
         if supervisor.loops.arbiter is None:
             self._open_book(restored.data, restored.version)
 

@@ -436,6 +436,8 @@ class Standby:
             order.term = term
         self._saves(self._order, self.supervisor)
         arbiter = orders.arbiter
+        if arbiter is not None and isinstance(states[arbiter.loop], JGError):
+            record.is_told_all = False  # the master before may know its last updates
         events = resume_events(
             {replica: states[o.loop] for replica, o in orders.replicas.items()},
             None if arbiter is None else states[arbiter.loop],

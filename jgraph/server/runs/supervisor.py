@@ -650,6 +650,7 @@ class RunSupervisor:
             seconds=recovery.seconds,
             told=recovery.is_drain,
             by=recovery.by,
+            untold=not self.record.is_told_all,
         )
         place, remaining = self._place(back), max(0, info["steps"] - step)
         data = self.loops.data
@@ -658,8 +659,9 @@ class RunSupervisor:
                 # Not by updates: a batch that is done again leaves out no other.
                 remaining = max(0, _end_of(data) - place["done"])
             restoration.data.CopyFrom(self._deal_again(remaining, place))
-        self.loops.go_back(step, remaining, json.dumps(place))
         self.record.go_back(restoration, step - info["first_step"], json.dumps(place))
+        remaining = self.record.may_do(remaining)
+        self.loops.go_back(step, remaining, json.dumps(place))
         self._order.version = back.version
         del self._order.goes_back[:]
         self._note_order()

@@ -10,39 +10,21 @@ Loss Distributions", 2022 (what the accountant does).
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, final
 
+from jgraph.coordination.run.privacy_account import (
+    POSITION_KEY,
+    PrivacyAccount,
+    Spent,
+)
 from jgraph.errors import ConfigError
-from jgraph.train.privacy.options import Privacy, Unit
+from jgraph.train.privacy.options import Privacy
 from jgraph.train.state.runner import Position
 
-_KEY: Final = "privacy"
 _LARGE: Final = 100.0
 _LEAST_NOISE: Final = 0.1
 _ORDERS: Final = (1.25, 1.5, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64, 128, 256)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """Updates of one kind.
-
-    Attributes:
-      unit: whose part in the data they hide.
-      noise: standard deviation of the noise, in units of the clipping norm.
-      rate: probability of each unit to be part of an update; 1: each is, of all.
-      updates: how many.
-    """
-
-    unit: Unit
-    noise: float
-    rate: float
-    updates: int
-
-    def plain(self) -> list[Any]:
-        """Returns it as plain data."""
-        return [self.unit, self.noise, self.rate, self.updates]
 
 
 def epsilon_of(expenses: Sequence[Spent], delta: float) -> float:
@@ -146,13 +128,12 @@ class Spending:
 
     def __init__(self, privacy: Privacy) -> None:
         self._privacy = privacy
-        self._past: list[Spent] = []
-        self._now = Spent(privacy.unit, privacy.noise_multiplier, 1.0, 0)
-        self._first = 0
-        self._again = 0
-        self._limit: int | None = None
+        self._account = PrivacyAccount((), self._kind(1.0), 0)
         self._known: dict[tuple[Spent, ...], float] = {}
         self._lock = threading.Lock()
+
+    def _kind(self, rate: float) -> Spent:
+        return Spent(self._privacy.unit, self._privacy.noise_multiplier, rate)
 
     def begin(self, rate: float, first: int, steps: int) -> int:
         """Begins a run; returns how many updates it may have.
@@ -167,53 +148,52 @@ class Spending:
         """
         privacy, target = self._privacy, self._privacy.target_epsilon
         with self._lock:
-            self._past = self._spent()
-            self._now = Spent(privacy.unit, privacy.noise_multiplier, rate, 0)
-            self._first, self._again, self._limit = first, 0, None
-            if target is None:
-                return steps
-            kind = replace(self._now, updates=steps)
-            count = affordable(self._past, kind, privacy.failure, target)
-            if not count:
-                before = epsilon_of(self._past, privacy.failure)
+            past, kind = self._account.spent(), self._kind(rate)
+            count = steps
+            if target is not None:
+                wanted = replace(kind, updates=steps)
+                count = affordable(past, wanted, privacy.failure, target)
+            if target is not None and not count:
+                before = epsilon_of(past, privacy.failure)
                 raise ConfigError(
                     f"target_epsilon={target:g} allows no update: {before:.3g} was "
                     f"spent before, and one more of noise_multiplier="
                     f"{privacy.noise_multiplier:g} passes it; give a larger target, or "
                     "end the training here"
                 )
-            self._limit = count
+            limit = None if target is None else count
+            self._account = PrivacyAccount(tuple(past), kind, first, limit)
             return count
+
+    def opening(self) -> dict[str, Any]:
+        """Returns the account of a run that begins, for its master."""
+        with self._lock:
+            return self._account.opening()
 
     def reached(self, updates: int) -> None:
         """Takes note that the model has so many updates, of earlier runs too."""
         with self._lock:
-            count = max(self._now.updates, updates - self._first + self._again)
-            self._now = replace(self._now, updates=count)
+            self._account = self._account.reached(updates)
 
     def went_back(self, step: int, back_to: int) -> None:
         """Takes note that updates are made again."""
-        self.reached(step)
         with self._lock:
-            self._again += max(0, step - back_to)
+            self._account = self._account.went_back(step, back_to)
 
     def may_do(self, updates: int) -> bool:
         """Whether so many more pass no target."""
         with self._lock:
-            return self._limit is None or self._now.updates + updates <= self._limit
+            allowance = self._account.allowance
+            return allowance is None or updates <= allowance
 
     @property
     def epsilon(self) -> float:
         """What all updates have spent."""
         with self._lock:
-            expenses = tuple(self._spent())
+            expenses = tuple(self._account.spent())
         if expenses not in self._known:
             self._known = {expenses: epsilon_of(expenses, self._privacy.failure)}
         return self._known[expenses]
-
-    def _spent(self) -> list[Spent]:
-        """Returns what was spent, alike updates as one."""
-        return _together([*self._past, self._now])
 
     # ------------------------------------------------------------ checkpoints
 
@@ -226,7 +206,7 @@ class Spending:
         """
         self.reached(updates)
         with self._lock:
-            return {**(position or {}), _KEY: [one.plain() for one in self._spent()]}
+            return {**(position or {}), POSITION_KEY: self._account.plain()}
 
     def restore(self, position: Position, where: str) -> None:
         """Takes the account of a checkpoint; what was spent here stays spent.
@@ -238,15 +218,16 @@ class Spending:
         Raises:
           ConfigError: it has none, or one of another unit.
         """
-        plain = (position or {}).get(_KEY)
+        plain = (position or {}).get(POSITION_KEY)
         if plain is None:
             raise ConfigError(
                 f"{where} has no account of the privacy that it has spent: it was "
-                "saved without privacy=, or by a master whose client was gone. If the "
-                "data had no part in it, take the model alone: jg.Trainer(model) of "
-                "what a Trainer without privacy= restored, as trainer.model()"
+                "saved without privacy=, or by a master that was not told of all "
+                "updates before it went back. If the data had no part in it, take the "
+                "model alone: jg.Trainer(model) of what a Trainer without privacy= "
+                "restored, as trainer.model()"
             )
-        theirs = [Spent(unit, *rest) for unit, *rest in plain]
+        theirs = [Spent(*one) for one in plain]
         for one in theirs:
             if one.unit != self._privacy.unit:
                 raise ConfigError(
@@ -256,9 +237,9 @@ class Spending:
                     f"{one.unit!r}"
                 )
         with self._lock:
-            self._past = _most(self._spent(), theirs)
-            self._now, self._again = replace(self._now, updates=0), 0
-            self._first = 1 << 62  # until a run begins, no update is new
+            past = _most(self._account.spent(), theirs)
+            # Until a run begins, no update is new.
+            self._account = PrivacyAccount(tuple(past), self._kind(1.0), 1 << 62)
 
 
 def _most(ours: Sequence[Spent], theirs: Sequence[Spent]) -> list[Spent]:
@@ -268,11 +249,3 @@ def _most(ours: Sequence[Spent], theirs: Sequence[Spent]) -> list[Spent]:
         kind = replace(one, updates=0)
         counts[kind] = max(counts.get(kind, 0), one.updates)
     return [replace(kind, updates=n) for kind, n in counts.items()]
-
-
-def _together(expenses: Sequence[Spent]) -> list[Spent]:
-    counts: dict[Spent, int] = {}
-    for one in expenses:
-        kind = replace(one, updates=0)
-        counts[kind] = counts.get(kind, 0) + one.updates
-    return [replace(kind, updates=n) for kind, n in counts.items() if n]

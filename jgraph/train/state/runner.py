@@ -53,6 +53,8 @@ class Order:
     """For lost tasks without which the run cannot go on."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Set from another thread: stop after the current step."""
+    privacy: Mapping[str, Any] | None = None
+    """The account of what it spends, as it begins; None: nobody keeps one."""
 
     @property
     def save_every(self) -> int | None:

@@ -91,6 +91,7 @@ def about_run(
         "synchronous": synchronous,
         "checkpoints": directory,
         "tables": state.step.tables_apart,
+        "privacy": order.privacy,
         "workers": None if elastic is None else [elastic.least, elastic.most or None],
         "ps": None if cuts is None else [min(cuts.programs), max(cuts.programs)],
     }

@@ -1,10 +1,12 @@
 """What a master keeps of a run and tells of it, whoever watches."""
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
 
+from jgraph.coordination.run.privacy_account import PrivacyAccount, Spent
 from jgraph.errors import ConfigError, TaskLostError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, kind_of
@@ -141,5 +143,29 @@ def test_journal_that_is_too_long_to_be_kept_is_refused(
         record.keep(deciding("c"), report(5), 0.0)
         with pytest.raises(ConfigError, match="too long to have another master"):
             await anext(behind)
+
+    asyncio.run(run())
+
+
+def test_the_account_of_privacy_is_of_all_updates_that_were_made() -> None:
+    """One that an heir goes back from without knowing all is no account."""
+
+    async def run() -> None:
+        kind = Spent("example", 1.0, 0.1)
+        opening = PrivacyAccount((), kind, first=10, limit=12).opening()
+        order = pb.OpenRun(run="r", info=json.dumps({"privacy": opening}))
+        record, loop = Journal(WORKER, order, SetClock()), deciding("a")
+        record.begins(loop)
+        record.keep(loop, report(7), 0.0)
+        assert record.privacy(17) == {"privacy": [["example", 1.0, 0.1, 7]]}
+        record.go_back(pb.RunRestored(back_to=14), 4, "")
+        assert record.privacy(14) == {"privacy": [["example", 1.0, 0.1, 7]]}
+        assert record.may_do(100) == 5
+        record.keep(loop, report(2), 0.0)
+        assert record.privacy(16) == {"privacy": [["example", 1.0, 0.1, 9]]}
+        record.go_back(pb.RunRestored(back_to=14, untold=True), 4, "")
+        assert record.privacy(14) == {}
+        plain = Journal(WORKER, pb.OpenRun(run="r", info="{}"), SetClock())
+        assert (plain.privacy(3), plain.may_do(100)) == ({}, 100)
 
     asyncio.run(run())

@@ -6,8 +6,9 @@ import dp_accounting
 import pytest
 from dp_accounting import pld
 
+from jgraph.coordination.run.privacy_account import Spent
 from jgraph.errors import ConfigError
-from jgraph.train.privacy.accounting import Spending, Spent, affordable, epsilon_of
+from jgraph.train.privacy.accounting import Spending, affordable, epsilon_of
 from jgraph.train.privacy.options import Privacy
 
 DELTA = 1e-5

@@ -14,8 +14,9 @@ from flax import nnx
 
 import jgraph as jg
 from jgraph.client.cluster import Cluster
+from jgraph.coordination.run.privacy_account import Spent
 from jgraph.errors import ConfigError, DataError
-from jgraph.train.privacy.accounting import Spent, epsilon_of
+from jgraph.train.privacy.accounting import epsilon_of
 from jgraph.train.trainer import Trainer
 from tests.support.models import NnxMLP, NnxNorm, cross_entropy, data, nnx_loss
 from tests.support.servers import connected
@@ -135,7 +136,7 @@ def test_a_target_ends_a_run_before_it_is_passed() -> None:
     assert run.state == "done"
     assert 3 < run.steps < 30
     assert run.epsilon <= 0.8
-    assert epsilon_of([Spent(*kind, run.steps + 1)], DELTA) > 0.8  # type: ignore[arg-type]
+    assert epsilon_of([Spent(*kind, run.steps + 1)], DELTA) > 0.8
     with pytest.raises(ConfigError, match=r"target_epsilon=0\.8 allows no update"):
         fit(there, 4, steps=1)
     assert there.run is run

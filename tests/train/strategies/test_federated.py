@@ -13,10 +13,11 @@ from flax import nnx
 
 from jgraph.client.cluster import Cluster, connect
 from jgraph.coordination.data.slots import epoch_order
+from jgraph.coordination.run.privacy_account import Spent
 from jgraph.errors import ConfigError, DataError, DeadlineError
 from jgraph.graph.ir import TaskName
 from jgraph.train.data.source import Source
-from jgraph.train.privacy.accounting import Spent, epsilon_of
+from jgraph.train.privacy.accounting import epsilon_of
 from jgraph.train.privacy.options import Privacy
 from jgraph.train.strategies.federated import Federated
 from jgraph.train.trainer import Trainer

@@ -257,7 +257,7 @@ class RunCheckpointer:
             manifest = Manifest(
                 step=step,
                 leaves=leaves,
-                position=position,
+                position={**position, **self.record.privacy(step)},
                 generation=self._lease.generation,
                 saved=datetime.now(UTC).isoformat(timespec="seconds"),
             )
