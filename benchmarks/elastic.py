@@ -185,7 +185,7 @@ def moves(strategy: str, mb: int, rounds: int) -> dict[str, float]:
             meanwhile = at / max(since[at] - began_s, 1e-9)
             ratios.append(meanwhile / max(len(before) / 2.0, 1e-9))
             assert run.steps > first
-        rescales = run.rescales()
+        rescales = [one for one in run.rescales() if not one.why]
         run.stop()
         run.wait(60)
         repeated = run.repeated()

@@ -69,14 +69,21 @@ class RunRequest:
 @final
 @dataclass(frozen=True, slots=True)
 class Rescaled:
-    """The variables of a run have moved to more ps, or to fewer.
+    """The variables of a run have moved to more ps, or to fewer, or could not.
 
     Attributes:
       before: ps that it had.
-      ps: that it has.
-      nbytes: that moved.
+      ps: that it has, or was to have.
+      nbytes: that were copied.
       took_s: since it was asked.
       paused_s: so long of that no loop ran.
+      why: it was given up, and the run has the ps that it had; empty: it was not.
+
+    Example:
+      >>> print(Rescaled(1, 2, 3 << 20, 1.9, 0.21))
+      1 to 2 ps: 3.0 MiB moved in 1.9 s, training paused for 0.21 s
+      >>> print(Rescaled(1, 2, 0, 0.5, 0.0, "it does not answer"))
+      1 to 2 ps: given up after 0.5 s, training paused for 0.00 s: it does not answer
     """
 
     before: int
@@ -84,11 +91,15 @@ class Rescaled:
     nbytes: int
     took_s: float
     paused_s: float
+    why: str = ""
 
     def __str__(self) -> str:
+        how = f"{bytes_text(self.nbytes)} moved in"
+        if self.why:
+            how = "given up after"
         return (
-            f"{self.before} to {self.ps} ps: {bytes_text(self.nbytes)} moved in "
-            f"{self.took_s:.1f} s, training paused for {self.paused_s:.2f} s"
+            f"{self.before} to {self.ps} ps: {how} {self.took_s:.1f} s, training "
+            f"paused for {self.paused_s:.2f} s{': ' if self.why else ''}{self.why}"
         )
 
 
@@ -252,7 +263,7 @@ class LoopReport:
       pieces: batches of the steps, where these are of several.
       rounds: of synchronous training to which some are invited: who took part, by task,
         and seconds from the first contribution to the decision.
-      rescaled: "rescaled": it has more ps, or fewer; likewise.
+      rescaled: "rescaled": it has more ps, or fewer, or could not; likewise.
       homes: "moved": who has the parts of owners that are away.
     """
 
@@ -366,7 +377,8 @@ def rescaled_of(body: pb.LoopReport) -> Rescaled | None:
         return None
     switch = body.rescaled
     return Rescaled(
-        switch.before, switch.ps, switch.nbytes, switch.seconds, switch.paused_s
+        *(switch.before, switch.ps, switch.nbytes, switch.seconds, switch.paused_s),
+        why=switch.why,
     )
 
 

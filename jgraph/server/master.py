@@ -7,6 +7,7 @@ reports. It is not on the path of a step of a loop.
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -136,9 +137,9 @@ class Master:
         members = self._context.arrangement.members.items()
         return frozenset(t for t, one in members if one.incarnation or one.leaves)
 
-    def note(self, kind: str, text: str) -> None:
+    def note(self, kind: str, text: str, *, level: int = logging.INFO) -> None:
         """Notes an event of the cluster."""
-        self._service.events.note(kind, text)
+        self._service.events.note(kind, text, level=level)
 
     async def _connect(self, request: Frame) -> AsyncIterator[Frame]:
         timeout_s = body_of(request).timeout_s

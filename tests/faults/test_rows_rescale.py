@@ -200,7 +200,9 @@ def test_a_ps_that_joins_and_dies_while_variables_move_changes_nothing(
     cluster.kill("/job:ps/task:1")
     goes_on(run)
     assert lies_on(cluster, 1)()
-    assert run.rescales() == []
+    assert all(rescale.why for rescale in run.rescales())
+    told = [event.text for event in cluster.events() if event.kind == "scaled"]
+    assert "was not scaled from 1 to 2 ps: /job:ps/task:1" in told[0]
     checked(there, run, together=strategy is SyncPS)
     fault.names += ["stays as it is"]
     there.close()
@@ -223,7 +225,10 @@ def test_a_ps_that_leaves_and_dies_first_is_lost_as_any_and_then_leaves(
     kill_the_leaver(cluster, 1)
     assert run.state == "running"
     assert [r.lost for r in run.recoveries()] == [("/job:ps/task:1",)]
-    assert [r.ps for r in run.rescales()] == [2, 1]
+    assert [r.ps for r in run.rescales() if not r.why] == [2, 1]
+    told = [event.text for event in cluster.events() if event.kind == "scaled"]
+    assert "is scaled from 1 to 2 ps: " in told[0]
+    assert "is scaled from 2 to 1 ps: " in told[-1]
     assert cluster.tasks("ps") == ["/job:ps/task:0"]
     goes_on(run)
     run.stop()

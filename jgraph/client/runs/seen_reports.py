@@ -1,7 +1,9 @@
 """Deduplication of a run's reports: a new master tells all of them again."""
 
+from collections import Counter
 from typing import final
 
+from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 
@@ -15,7 +17,7 @@ class ReportDeduplicator:
         self._loop = ""
         self._number = 0
         self._next_step = 0
-        self._last_restore = self._last_rescale = self._last_move = 0
+        self._last_numbers: Counter[str] = Counter()  # of what is told of the run
 
     def unseen(self, report: Frame) -> Frame | None:
         """Returns what is new in a report, which counts as seen from here on.
@@ -24,17 +26,10 @@ class ReportDeduplicator:
         may have been told of. None: all of it was.
         """
         body, (steps, seconds, *fetches) = body_of(report), report.tensors
-        if body.HasField("restored"):
-            is_new = body.restored.number > self._last_restore
-            self._last_restore = max(self._last_restore, body.restored.number)
-            return report if is_new else None
-        if body.HasField("rescaled"):
-            is_new = body.rescaled.number > self._last_rescale
-            self._last_rescale = max(self._last_rescale, body.rescaled.number)
-            return report if is_new else None
-        if body.HasField("homes"):
-            is_new = body.homes.number > self._last_move
-            self._last_move = max(self._last_move, body.homes.number)
+        if (numbered := _numbered(body)) is not None:
+            kind, number = numbered
+            is_new = number > self._last_numbers[kind]
+            self._last_numbers[kind] = max(self._last_numbers[kind], number)
             return report if is_new else None
         if body.loop in self._past_loops:
             return None
@@ -55,3 +50,15 @@ class ReportDeduplicator:
             return report
         tensors = [tensor[new] for tensor in (steps, seconds, *fetches)]
         return frame(loop_report=body, tensors=tensors)
+
+
+def _numbered(body: pb.LoopReport) -> tuple[str, int] | None:
+    """Returns what a report tells of the run, and its number; None: it is of a loop."""
+    if body.HasField("restored"):
+        return "restored", body.restored.number
+    if body.HasField("rescaled"):
+        kind = "given up" if body.rescaled.why else "rescaled"
+        return kind, body.rescaled.number
+    if body.HasField("homes"):
+        return "homes", body.homes.number
+    return None

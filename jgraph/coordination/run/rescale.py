@@ -138,9 +138,10 @@ class Retire:
 @final
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Drop the programs, and the copies, for so many ps."""
+    """Drop the programs, and the copies, for so many ps, and say why."""
 
     ps: int
+    why: str
 
 
 @final
@@ -200,6 +201,11 @@ def goes_on(remainders: Sequence[int]) -> bool:
     return remainders[-1] < remainders[-2] / 2
 
 
+def reason(error: JGError) -> str:
+    """Returns why a rescale cannot be, without what becomes of the run."""
+    return str(error.details.get("why", error.message)).rstrip(".")
+
+
 @final
 class Rescale:
     """State machine of the number of ps of one run.
@@ -255,18 +261,18 @@ class Rescale:
                 self._state = "fencing"
                 return [Fence()]
             case NotPrepared(error) if self._state == "preparing":
-                return [*self._give_up(now), Tell(error)]
+                return [*self._give_up(now, reason(error)), Tell(error)]
             case Rested() if self._state == "fencing":
                 return self._rested(now)
             case NotMoved(error) if self._state == "moving":
-                return [*self._give_up(now), Tell(error), GoOn()]
+                return [*self._give_up(now, reason(error)), Tell(error), GoOn()]
             case Moved() if self._state == "moving":
                 return self._moved()
             case Known() if self._state == "switching":
                 self._state, self._wait_s = "steady", AGAIN_S
                 return [Retire(), GoOn(), *self._begin(now)]
             case StateLost() if self._state in {"preparing", "fencing"}:
-                return self._give_up(now)
+                return self._give_up(now, "a ps was lost, with what it held")
             case TimePassed():
                 return self._begin(now)
         return []
@@ -279,7 +285,7 @@ class Rescale:
         self._again_s = now
         if self._state == "preparing":
             self._state = "steady"
-            return [Drop(self._to), *self._begin(now)]
+            return [self._drop_unwanted(), *self._begin(now)]
         return self._begin(now)
 
     def _begin(self, now: float) -> list[Instruction]:
@@ -292,7 +298,7 @@ class Rescale:
     def _rested(self, now: float) -> list[Instruction]:
         if self._wanted != self._to:  # that has changed meanwhile
             self._state = "steady"
-            return [Drop(self._to), GoOn(), *self._begin(now)]
+            return [self._drop_unwanted(), GoOn(), *self._begin(now)]
         self._state = "moving"
         return [Move(self._to)]
 
@@ -300,12 +306,15 @@ class Rescale:
         """All is copied: switches, unless it is not wanted any more."""
         if self._wanted == self.ps:
             self._state = "steady"
-            return [Drop(self._to), GoOn()]
+            return [self._drop_unwanted(), GoOn()]
         self._state, self.ps = "switching", self._to
         return [Switch(self._to)]
 
-    def _give_up(self, now: float) -> list[Instruction]:
+    def _drop_unwanted(self) -> Drop:
+        return Drop(self._to, f"there are to be {self._wanted} ps now")
+
+    def _give_up(self, now: float, why: str) -> list[Instruction]:
         self._state = "steady"
         self._again_s = now + self._wait_s
         self._wait_s = min(2 * self._wait_s, MOST_AGAIN_S)
-        return [Drop(self._to)]
+        return [Drop(self._to, why)]

@@ -2644,8 +2644,9 @@ class RunRescaled(_message.Message):
     HANDLES_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """1, 2, … of the run"""
+    """1, 2, … of the run; what was given up has others"""
     before: _builtins.int
     """ps that it had"""
     ps: _builtins.int
@@ -2658,6 +2659,8 @@ class RunRescaled(_message.Message):
     """no loop ran for so long until here"""
     step: _builtins.int
     """updates of the model when these began"""
+    why: _builtins.str
+    """it was given up, and the run has what it had"""
     @_builtins.property
     def handles(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """of the programs of its next loops, by the first ones"""
@@ -2678,10 +2681,11 @@ class RunRescaled(_message.Message):
         handles: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         copies: _abc.Iterable[Global___RunCopy] | None = ...,
         step: _builtins.int = ...,
+        why: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "copies", b"copies", "handles", b"handles", "nbytes", b"nbytes", "number", b"number", "paused_s", b"paused_s", "ps", b"ps", "seconds", b"seconds", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "copies", b"copies", "handles", b"handles", "nbytes", b"nbytes", "number", b"number", "paused_s", b"paused_s", "ps", b"ps", "seconds", b"seconds", "step", b"step", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -234,6 +234,11 @@ class Journal:
         order.CopyFrom(self._order)
         self.note(frame(open_run=order))
 
+    def give_up_rescale(self, given_up: pb.RunRescaled) -> None:
+        """Takes note that the variables of the run stay on the ps where they are."""
+        body = pb.LoopReport(state="rescaled", rescaled=given_up, seconds=self.seconds)
+        self.again(frame(loop_report=body, tensors=_NOTHING))
+
     def moved(self, homes: pb.RunHomes) -> None:
         """Takes note that parts of the variables lie on other tasks now."""
         body = pb.LoopReport(state="moved", homes=homes, seconds=self.seconds)

@@ -56,7 +56,7 @@ class LoopPeers(Peers, Protocol):
     def workers(self) -> Mapping[TaskName, str]:
         """Returns the workers that stay, each with its process if that joined."""
 
-    def note(self, kind: str, text: str) -> None:
+    def note(self, kind: str, text: str, *, level: int = ...) -> None:
         """Notes an event of the cluster."""
 
     @property

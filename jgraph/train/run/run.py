@@ -230,11 +230,12 @@ class Run:
         return list(self._recoveries)
 
     def rescales(self) -> list[Rescaled]:
-        """Returns each time that variables moved to more ps, or to fewer.
+        """Returns each time that variables moved to more ps, or to fewer, or could not.
 
         Each says how many ps there were ``before`` and are (``ps``), how many
-        ``nbytes`` moved, how long it took, and for how long of that no loop ran
-        (``took_s``, ``paused_s``, in seconds). No step was lost or done again.
+        ``nbytes`` were copied, how long it took, and for how long of that no loop ran
+        (``took_s``, ``paused_s``, in seconds). One that was given up says ``why``, and
+        ``ps`` is what there were to be. No step was lost or done again.
 
         Example:
           ``[str(r) for r in run.rescales()]`` is ``["2 to 3 ps: 312 MiB moved in 1.9 s,
@@ -464,7 +465,7 @@ class Run:
         self._recoveries.append(recovery)
 
     def rescaled(self, rescaled: Rescaled) -> None:
-        """Takes note that variables have moved. Called by the Trainer."""
+        """Takes note that variables have moved, or not. Called by the Trainer."""
         self._rescales.append(rescaled)
 
     def go_back(self, values: Sequence[Any], position: Position) -> None:
@@ -494,8 +495,8 @@ class Run:
             facts["batches dealt again"] = str(self.repeated())
         if self._recoveries:
             facts["recovered"] = str(len(self._recoveries))
-        if self._rescales:
-            facts["parameter servers"] = str(self._rescales[-1].ps)
+        if moved := [one.ps for one in self._rescales if not one.why]:
+            facts["parameter servers"] = str(moved[-1])
         for name in self._history.names:
             if name.startswith("eval_"):
                 facts[name] = f"{self._history.last(name):.4f}"

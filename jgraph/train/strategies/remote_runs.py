@@ -273,7 +273,7 @@ class RemoteRuns:
         state, is_restore = self._state, report.restored is not None
         self.members.note(report)
         self.rounds.note(report)
-        if report.rescaled is not None:
+        if report.rescaled is not None and not report.rescaled.why:
             self._move_to(report.rescaled.ps)
         if report.homes is not None:
             self._look_at(*report.homes)

@@ -45,3 +45,19 @@ def test_loss_of_a_worker_is_told_of_once() -> None:
     ]
     # A loop that began anew numbers its steps from the last one that was known.
     assert steps_of(seen, report("b", 1, 0, 1)) == [[0, 1]]
+
+
+def test_a_rescale_that_was_given_up_hides_no_later_one() -> None:
+    seen = ReportDeduplicator()
+
+    def told(number: int, why: str = "") -> bool:
+        rescaled = pb.RunRescaled(number=number, ps=2, why=why)
+        body, none = pb.LoopReport(rescaled=rescaled), np.zeros(0)
+        return seen.unseen(frame(loop_report=body, tensors=[none, none])) is not None
+
+    by_the_second_master = (2 << 32) + 1
+    assert told(1)
+    assert told(by_the_second_master, "it does not answer")
+    assert told(2)
+    assert not told(by_the_second_master, "it does not answer")
+    assert not told(1)

@@ -330,8 +330,8 @@ class RescaledWorld(ElasticWorld):
 
     def note(self, text: str) -> None:
         super().note(text)
-        if text.startswith(f"run '{RUN}' has ") and " ps, " in text:
-            self.switches.append(int(text.split()[3]))
+        if text.startswith(f"run '{RUN}' is scaled from "):
+            self.switches.append(int(text.split()[7]))
 
     def check(self, state: str) -> None:
         """As of any run, for each variable where it is; and it is there alone."""

@@ -565,7 +565,7 @@ class RunPeers:
         members = self.process.arrangement.members.items()
         return [task for task, one in members if one.incarnation or one.leaves]
 
-    def note(self, kind: str, text: str) -> None:
+    def note(self, kind: str, text: str, *, level: int = 0) -> None:
         self.world.note(text)
 
     def address(self, task: TaskName) -> Address:

@@ -655,7 +655,7 @@ class RunClientThere:
             reports = world.stream(None, master, "Master.Attach", query)
             async for report in reports:
                 body = body_of(report)
-                if body.HasField("rescaled"):
+                if body.HasField("rescaled") and not body.rescaled.why:
                     world.moved(body.rescaled.ps)
                 if body.HasField("question"):
                     work = asyncio.ensure_future(self.answer(master, body.question))

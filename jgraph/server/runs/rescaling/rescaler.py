@@ -53,6 +53,8 @@ from jgraph.view.units import bytes_text
 _LOG: Final = logging.getLogger("jgraph.recover")
 _TELL_S: Final = 10.0
 """So long loops wait for a client that is there, and does not answer."""
+_TERM_SHIFT: Final = 32
+"""What each master gives up has numbers of its own."""
 Do: TypeAlias = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
@@ -84,6 +86,11 @@ class _Attempt:
     has_dropped: bool = False
     left_out: set[str] = field(default_factory=set)
     copies: NextCopies | None = None
+
+    @property
+    def sent_bytes(self) -> int:
+        """That were copied so far."""
+        return sum(one.sent_bytes for one in self.transfers)
 
 
 @final
@@ -154,6 +161,7 @@ class RunRescaler:
         """How many ps the run has, and needs no others any more."""
         self.number = 0
         """Of the last switch."""
+        self._given_up = 0
         self.why = ""
         """Why the run has not as many ps as its cluster; empty: it has."""
         self.adopt()
@@ -259,8 +267,8 @@ class RunRescaler:
                     await self._switch()
                 case Retire():
                     await self._retire()
-                case Drop():
-                    await self._drop()
+                case Drop(_, why):
+                    await self._drop(why)
                 case GoOn():
                     self._resume()
                 case Tell(error):
@@ -375,7 +383,7 @@ class RunRescaler:
             request = frame(open_gate=gate)
             await self._peers.call(TaskName(shard), "OpenGate", request)
 
-    async def _drop(self) -> None:
+    async def _drop(self, why: str) -> None:
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return
@@ -389,6 +397,40 @@ class RunRescaler:
         await self._mover.drop(attempt.transfers, copies=copies)
         if copies:
             await self._renew()
+        if not self._record.is_over:
+            self._note_given_up(attempt, why)
+
+    def _note_given_up(self, attempt: _Attempt, why: str) -> None:
+        now = self._clock.now()
+        self._given_up += 1
+        given_up = pb.RunRescaled(
+            number=(self._record.term << _TERM_SHIFT) + self._given_up,
+            before=self._order.ps.now,
+            ps=attempt.ps,
+            nbytes=attempt.sent_bytes,
+            seconds=now - attempt.began_s,
+            paused_s=now - attempt.rested_s if attempt.rested_s else 0.0,
+            why=why,
+        )
+        self._record.give_up_rescale(given_up)
+        self._note(given_up, logging.WARNING)
+
+    def _note(self, rescaled: pb.RunRescaled, level: int = logging.INFO) -> None:
+        text = (
+            f"run '{self._order.run}' is scaled from {rescaled.before} to "
+            f"{rescaled.ps} ps: {bytes_text(rescaled.nbytes)} moved"
+        )
+        if rescaled.why:
+            text = (
+                f"run '{self._order.run}' was not scaled from {rescaled.before} to "
+                f"{rescaled.ps} ps: {rescaled.why}; {bytes_text(rescaled.nbytes)} were "
+                "copied"
+            )
+        text += (
+            f" in {rescaled.seconds:.1f} s, while loops paused for "
+            f"{rescaled.paused_s:.2f} s"
+        )
+        self._peers.note("scaled", text, level=level)
 
     async def _renew(self) -> None:
         """Gives gates and programs for the ps of now again: they may be dropped."""
@@ -427,13 +469,13 @@ class RunRescaler:
     async def _switch(self) -> None:
         attempt = self._attempt
         assert attempt is not None
-        now, before = self._clock.now(), self._order.ps.now
+        now = self._clock.now()
         self.number += 1
         switch = pb.RunRescaled(
             number=self.number,
-            before=before,
+            before=self._order.ps.now,
             ps=attempt.ps,
-            nbytes=sum(one.sent_bytes for one in attempt.transfers),
+            nbytes=attempt.sent_bytes,
             seconds=now - attempt.began_s,
             paused_s=now - attempt.rested_s,
             handles=attempt.handles,
@@ -446,13 +488,7 @@ class RunRescaler:
         self._record.rescale(switch, self._losses.holders)
         failpoint("rescale.switched")
         await self.confirm()
-        text = (
-            f"run '{self._order.run}' has {attempt.ps} ps, {before} before: "
-            f"{bytes_text(switch.nbytes)} moved in {switch.seconds:.1f} s, while loops "
-            f"paused for {switch.paused_s:.2f} s"
-        )
-        _LOG.info("%s", text)
-        self._peers.note("moved", text)
+        self._note(switch)
         self._handle(Known())
 
     async def _losses_learn(self, ps: int) -> None:
@@ -518,4 +554,5 @@ def _refused(order: pb.OpenRun, attempt: _Attempt, error: JGError) -> RescaleErr
         f"run '{order.run}' cannot have {attempt.ps} parameter servers now, and goes "
         f"on with {order.ps.now}: {error.message}",
         run=order.run,
+        why=error.message,
     )
