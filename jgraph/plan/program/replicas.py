@@ -10,6 +10,7 @@ from typing import Final
 from jgraph.plan.program.program import Partition, Program
 
 _OWN: Final = "residual/"
+_STATE: Final = "inner/"
 
 
 def own_prefix(replica: int) -> str:
@@ -30,6 +31,21 @@ def is_own(name: str) -> bool:
       (True, False)
     """
     return name.startswith(_OWN)
+
+
+def own_state(name: str) -> str:
+    """Returns the name of a variable that a replica keeps from one run to the next.
+
+    Example:
+      >>> own_state("rounds"), goes_on(own_state("rounds")), goes_on("residual/3/w")
+      ('residual/0/inner/rounds', True, False)
+    """
+    return f"{own_prefix(0)}{_STATE}{name}"
+
+
+def goes_on(name: str) -> bool:
+    """Whether a replica keeps a variable from one run to the next."""
+    return is_own(name) and name.split("/", 2)[2].startswith(_STATE)
 
 
 def for_replica(program: Program, replica: int, *, of: int = 0) -> Program:

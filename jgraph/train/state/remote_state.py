@@ -12,6 +12,7 @@ from jgraph.cluster.deadlines import bulk_timeout_s
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
 from jgraph.graph.variable import Variable
+from jgraph.plan.program.replicas import goes_on
 from jgraph.train.hash_tables.hash_state import NO_KEYS, TableRows
 from jgraph.train.state.durability import Durability, make_durable_copies
 from jgraph.train.state.remote_arrays import (
@@ -64,7 +65,7 @@ class RemoteState:
         """Steps by replica, over all runs; they number its next ones."""
         self._together = together
         self._tables = TableRows(cluster)
-        self._is_initialized = False
+        self._is_initialized = self._has_loaded = False
         self._copy_at_once: Callable[[], SnapshotHandle] | None = None
         self._drain_holds: DrainHolds | None = None
         self._moves, self._homes_before = 0, dict[TaskName, TaskName]()
@@ -175,6 +176,8 @@ class RemoteState:
             self.session.write(
                 {v: NO_KEYS if v.name in key_names else new[v] for v in rest}
             )
+            # Of a run that goes back, its master begins anew what is of workers.
+            self._has_loaded |= not self.is_training
             self._go_on(position, int(by_name["global_step"]))
 
     def adopt(self, position: Position) -> None:
@@ -198,9 +201,19 @@ class RemoteState:
     def clear_residuals(
         self, graph: Graph, replicas: Sequence[int] | None = None
     ) -> None:
-        """Forgets what rounding took from earlier gradients, of all replicas."""
-        if self.step.own:
-            self.session.initialize(self.residuals(graph, replicas), again=True)
+        """Forgets what rounding took from earlier gradients, of all replicas.
+
+        The state of the optimizers of workers goes on, unless the model was given
+        other values since.
+        """
+        if not self.step.own:
+            return
+        variables = self.residuals(graph, replicas)
+        states = [v for v in variables if goes_on(v.name)]
+        rest = [v for v in variables if not goes_on(v.name)]
+        self.session.initialize(rest, again=True)
+        self.session.initialize(states, again=self._has_loaded)
+        self._has_loaded = False
 
     def residuals(
         self, graph: Graph, replicas: Sequence[int] | None = None

@@ -20,7 +20,7 @@ import optax
 
 from jgraph.graph.device import device
 from jgraph.graph.variable import Variable
-from jgraph.plan.program.replicas import own_prefix
+from jgraph.plan.program.replicas import own_state
 from jgraph.train.model.metrics import LOCAL_STEPS
 from jgraph.train.model.optimizer import CalledOptimizer, Optimizer
 from jgraph.train.model.trees import Tree, path_of
@@ -67,8 +67,9 @@ class LocalRule:
 class LocalSteps:
     """The steps of a round, and the variables that each worker has for them.
 
-    They begin anew in each ``fit``, and are not part of a checkpoint. Where the state
-    of the optimizer is averaged it is part of the model's state, and of a checkpoint.
+    They go on from one ``fit`` to the next, and are not part of a checkpoint. Where the
+    state of the optimizer is averaged it is part of the model's state, and of a
+    checkpoint.
 
     Args:
       rule: how steps are taken.
@@ -94,7 +95,7 @@ class LocalSteps:
         types.append((_ROUNDS, jax.ShapeDtypeStruct((), jnp.int32)))
         return tuple(
             Variable(
-                f"{own_prefix(0)}inner/{name}",
+                own_state(name),
                 (leaf.shape, leaf.dtype, jnp.zeros),
                 device="/job:worker/task:0",
                 container=container,

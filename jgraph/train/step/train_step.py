@@ -195,7 +195,7 @@ class TrainStep:
 
     @property
     def own(self) -> list[Variable]:
-        """What each worker has for itself, and begins anew in each ``fit``."""
+        """What each worker has for itself; left-overs begin anew in each ``fit``."""
         residuals = () if self.compression is None else self.compression.residuals
         return [*residuals, *(() if self.local is None else self.local.variables)]
 

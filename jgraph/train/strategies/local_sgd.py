@@ -51,9 +51,10 @@ class LocalSGD:
       weight: ``"steps"``: a contribution counts by the steps that it is made of; or
         ``"equal"``.
       inner_state: what becomes of the state of a worker's optimizer after a round.
-        ``"keep"``: the worker goes on with it; it begins anew in each ``fit``.
-        ``"average"``: all go on with the mean, which travels, and is saved as the state
-        of ``outer`` is. ``"reset"``: it begins anew.
+        ``"keep"``: the worker goes on with it, in the next ``fit`` too; it is no part
+        of a checkpoint, and begins anew after ``restore``, on a worker that was lost,
+        and on all when the run goes back. ``"average"``: all go on with the mean, which
+        travels, and is saved as the state of ``outer`` is. ``"reset"``: it begins anew.
       max_staleness: rounds are asynchronous: what a worker contributes is applied at
         once by ``outer``, and nobody waits for all. No contribution has more than so
         many updates since its worker read the parameters: one that would run ahead

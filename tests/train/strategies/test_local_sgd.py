@@ -1,6 +1,7 @@
 """Training that talks once in many steps, on servers of this process."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -129,6 +130,28 @@ def test_the_state_of_a_workers_optimizer_goes_from_round_to_round() -> None:
             found = parameters(fit(there).model())
             assert_close(found, by_hand(tx, optax.sgd(1.0), 1))
             there.close()
+
+
+def test_the_state_of_a_workers_optimizer_goes_on_in_the_next_fit(
+    tmp_path: Path,
+) -> None:
+    """Until the model is given other values: then it begins anew."""
+    with connected(ps=1, worker=1) as cluster:
+        tx = optax.adam(1e-2)
+        there = trainer(cluster, LocalSGD(sync_every=EVERY), tx)
+        fit(there, 2).save(tmp_path / "two")
+        found = parameters(fit(there, ROUNDS - 2).model())
+        assert_close(found, by_hand(tx, optax.sgd(1.0), 1))
+        other = trainer(cluster, LocalSGD(sync_every=EVERY), tx)
+        again = [
+            parameters(fit(each.restore(tmp_path / "two"), ROUNDS - 2).model())
+            for each in (there, other)
+        ]
+        assert_close(*again)
+        moved = [np.abs(a - b).max() for a, b in zip(found, again[0], strict=True)]
+        assert max(moved) > 1e-3
+        there.close()
+        other.close()
 
 
 def test_the_state_of_workers_optimizers_is_averaged_or_begins_anew() -> None:
