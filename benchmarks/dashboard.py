@@ -3,24 +3,31 @@
 ``--part cost``: steps/s of a scalar null step with a dashboard, its journal and three
 pages that are open, of those while the dashboard is stopped, in short turns; CPU of a
 step likewise, of the master in cores, and of the dashboard's process, and its memory.
-Each with the interval in which it is 95 times of 100. ``--part board``: what a board of
+Each with the interval in which it is 95 times of 100. Then CPU alone, without steps,
+which says most exactly what watching takes of a task. ``--part board``: what a board of
 64 tasks and a run has taken of memory after so many simulated seconds, halfway and at
 the end, and the time of a fact. ``--part page``, in the Chromium of this machine: from
 the address to the first sentence, the bytes of all files, and from a fact to the text
 on the screen. ``--part trace``: a trace of 2 ps and 4 workers under null steps: how far
 its clocks may be off, by what a task says of its clock and by round trips and messages
 alone; its size and time. ``--part flight``: steps/s and CPU of a scalar null step with
-the recorder of node times and without, in short turns of one cluster. Prints a JSON
-line for each.
+the recorder of node times and without, in short turns of one cluster; and the account:
+the CPU of noting a step, of both tasks in one thread where nothing else runs, times the
+share of steps that were noted, of the CPU of a step. Prints a JSON line for each.
 """
 
 import contextlib
+import itertools
 import json
+import math
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,11 +35,12 @@ from pathlib import Path
 from statistics import median
 from typing import Final, final
 
-import httpx
+import jax.numpy as jnp
+import numpy as np
 import psutil
 
 import jgraph as jg
-from benchmarks import measure
+from benchmarks import measure, null_graphs as graphs
 from benchmarks.null_step import NullStep
 from benchmarks.rows import Row, each, print_rows
 from jgraph.client.timeline.collecting import FlightCollector
@@ -40,9 +48,13 @@ from jgraph.cluster import event_loop
 from jgraph.coordination.timeline.cluster_trace import assemble
 from jgraph.coordination.watch.board import Board
 from jgraph.dashboard.app import page_files
+from jgraph.graph.device import DeviceSpec, TaskName
+from jgraph.graph.tracing.trace import trace as trace_graph
+from jgraph.plan.plan import plan
 from tests.support.board_facts import PS, START, WORKERS, report, run, status, task
 from tests.support.chromium import CHROMIUM
 from tests.support.dashboards import Imagined, scene, serving
+from tests.support.tasks import Tasks
 
 PARTS = ("cost", "board", "page", "trace", "flight")
 ROWS = (
@@ -161,6 +173,8 @@ def cost(rounds: int, seconds: float) -> None:
             process.send_signal(signal.SIGCONT)
         watched_s = sum(one.seconds for one in found["on"])
         used = measure.cpu_seconds(process.pid) - used
+        at_rest = cores_at_rest(work, switch, seconds)
+        process.send_signal(signal.SIGCONT)
         memory = rss_mb(process)
     more = [
         (a.cpu_us[master] - b.cpu_us[master]) * a.steps_per_s / 1e6
@@ -174,10 +188,55 @@ def cost(rounds: int, seconds: float) -> None:
         viewers=3,
         **compared(found),
         **measure.interval("master_cores_more", more, 4),
+        cores_more_at_rest=at_rest,
         board_cores=round(used / max(watched_s, 1e-9), 3),
         seconds=round(time.perf_counter() - began, 1),
         rss_mb=round(memory, 1),
     )
+
+
+def cores_at_rest(
+    work: NullStep, switch: Callable[[str], None], seconds: float
+) -> dict[str, float]:
+    """Returns what being watched takes of each task's core while no step runs."""
+
+    def rest(state: str) -> dict[str, float]:
+        switch(state)
+        before, began = work.cpu_seconds(), time.perf_counter()
+        threading.Event().wait(2 * seconds)
+        took, after = time.perf_counter() - began, work.cpu_seconds()
+        return {task: (after[task] - before[task]) / took for task in after}
+
+    ways = {state: partial(rest, state) for state in ("on", "off")}
+    found = measure.take_turns(ways, 3)
+
+    def cores(state: str, task: str) -> float:
+        return median(one[task] for one in found[state])
+
+    return {
+        task: round(cores("on", task) - cores("off", task), 5)
+        for task in found["off"][0]
+    }
+
+
+VIEWERS: Final = """
+import sys, threading, httpx
+
+
+def read(base, token):
+    shown = {"Authorization": f"Bearer {token}"}
+    with httpx.stream("GET", f"{base}api/v1/stream", headers=shown) as events:
+        for _ in events.iter_raw():
+            pass
+
+
+base, _, token = sys.argv[1].partition("#token=")
+for _ in range(3):
+    threading.Thread(target=read, args=(base, token), daemon=True).start()
+print("they read", flush=True)
+sys.stdin.read()
+"""
+"""Three that read events, in a process of their own, as browsers are."""
 
 
 @contextlib.contextmanager
@@ -185,31 +244,20 @@ def watching(work: NullStep) -> Iterator[psutil.Process]:
     """A dashboard with a journal, and three that read its events."""
     with tempfile.TemporaryDirectory() as directory:
         shown = work.cluster.dashboard(journal=Path(directory) / "board.jsonl")
-        ended = threading.Event()
-        threads = [
-            threading.Thread(target=read_events, args=(shown.url, ended))
-            for _ in range(3)
-        ]
-        for thread in threads:
-            thread.start()
         children = psutil.Process().children()
-        yield next(child for child in children if "dashboard" in child.cmdline())
-        ended.set()
-        shown.close()
-        for thread in threads:
-            thread.join()
-
-
-def read_events(url: str, ended: threading.Event) -> None:
-    base, _, token = url.partition("#token=")
-    shown = {"Authorization": f"Bearer {token}"}
-    with (
-        contextlib.suppress(httpx.HTTPError),
-        httpx.stream("GET", f"{base}api/v1/stream", headers=shown) as events,
-    ):
-        for _ in events.iter_raw():
-            if ended.is_set():
-                return
+        command = [sys.executable, "-c", VIEWERS, shown.url]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as viewers:
+            assert viewers.stdout is not None
+            viewers.stdout.readline()
+            try:
+                yield next(
+                    child for child in children if "dashboard" in child.cmdline()
+                )
+            finally:
+                viewers.kill()
+                shown.close()
 
 
 def board(seconds: int, count: int) -> None:
@@ -295,12 +343,17 @@ SWITCH: Final = """
 import gc, signal, sys
 
 
+recorders = []
+
+
 def switch(number, frame):
     flight = sys.modules.get("jgraph.runtime.flight")
-    if flight is not None:
-        for one in gc.get_objects():
-            if isinstance(one, flight.FlightRecorder):
-                one.is_on = number == signal.SIGUSR1
+    if flight is not None and not recorders:  # a look takes as long as many steps
+        recorders.extend(
+            one for one in gc.get_objects() if isinstance(one, flight.FlightRecorder)
+        )
+    for one in recorders:
+        one.is_on = number == signal.SIGUSR1
 
 
 for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -324,7 +377,7 @@ def flight(rounds: int, seconds: float) -> None:
         def switch(state: str) -> None:
             for task in cluster.tasks():
                 os.kill(cluster.pid(task), signals[state])
-            work.run(1, 50)
+            work.run(1, 200)  # by then it has found its pace
 
         for state in ("on", "off"):  # whether that does what it should
             switch(state)
@@ -336,9 +389,73 @@ def flight(rounds: int, seconds: float) -> None:
             assert (count > 10) is (state == "on"), f"{state}, and {count} parts"
         work.run(1, 500)
         found = pairs_of(work, rounds * 4, steps, switch)
+        switch("on")
+        share = noted_share(work, cluster)
+    figures, noting_us = compared(found), noting()
     measure.emit(
-        "dashboard", part="flight", pairs=rounds * 4, steps=steps, **compared(found)
+        "dashboard",
+        part="flight",
+        pairs=rounds * 4,
+        steps=steps,
+        **figures,
+        noting_us=round(noting_us, 2),
+        noted_share=round(share, 3),
+        account=round(noting_us * share / figures["cpu_us_off"], 4),
     )
+
+
+def noted_share(work: NullStep, cluster: jg.LocalCluster) -> float:
+    """Returns the share of steps that are noted, the same on all tasks at the least."""
+    work.run(1, 3000)
+    began = time.time()
+    work.run(1, 3000)
+    trace = cluster.trace(last=time.time() - began)
+    since = began - trace.began
+    noted = Counter(part.task for part in trace.parts if part.over_s > since)
+    return sum(noted.values()) / (3000 * len(cluster.tasks()))
+
+
+class OneThread(Tasks):
+    """Tasks in one thread, on the clock of the machine."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+def noting() -> float:
+    """Returns the microseconds that noting a null step takes of its tasks together."""
+    ps, worker = TaskName(PS), TaskName(WORKERS[0])
+    variables = graphs.make_variables("scalar", 0, 0, 1)
+
+    def initialize() -> None:
+        for variable in variables:
+            variable[...] = jnp.zeros((), jnp.float32)
+
+    tasks, numbers = OneThread(ps, worker), itertools.count()
+
+    def register(handle: str, graph: jg.Graph, driver: TaskName) -> None:
+        here = DeviceSpec.from_string(driver)
+        planned = plan(graph, tasks=[ps, worker], driver=driver, default=here)
+        tasks.register(handle, planned.program)
+
+    register("first", trace_graph(initialize, variables=variables)[0], ps)
+    register("step", graphs.trace_whole(variables), worker)
+    tasks.run("first", next(numbers), {})
+    program = tasks.runtimes[worker].program("step")
+    feeds = {name: np.ones(1, np.float32) for name, _ in program.feeds}
+
+    def step() -> None:
+        tasks.run("step", next(numbers), feeds)
+
+    def least_us(state: bool) -> float:
+        for runtime in tasks.runtimes.values():
+            runtime.flight.is_on = state
+            runtime.flight.note_all(math.inf)
+        return measure.micros(step, 400)
+
+    ways = {str(state): partial(least_us, state) for state in (True, False)}
+    found = measure.take_turns(ways, 25)
+    return min(found["True"]) - min(found["False"])
 
 
 def rss_mb(process: psutil.Process) -> float:

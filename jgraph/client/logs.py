@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final, final
 
 from jgraph.cluster import event_loop
@@ -56,9 +56,23 @@ class LogTail:
         self._spec = spec
         self._tasks = spec.tasks() if tasks is None else tasks
         self._last_numbers: dict[TaskName, int] = {}
+        self._processes: dict[TaskName, str] = {}
         self._behind = behind
         self._must_answer = must_answer
         self._events = events
+
+    def look_at(self, spec: ClusterSpec, processes: Mapping[TaskName, str]) -> None:
+        """Asks all tasks of another description from now on: some came, or left.
+
+        Args:
+          spec: where the tasks are.
+          processes: incarnation of each that answers. The lines of one that was
+            started again have the numbers of those before.
+        """
+        self._spec, self._tasks = spec, spec.tasks()
+        for task, process in processes.items():
+            if self._processes.setdefault(task, process) != process:
+                self._processes[task], self._last_numbers[task] = process, 0
 
     def new(self) -> list[tuple[TaskName, str]]:
         """Returns lines since the last call, by task; none of one that is silent."""
@@ -106,6 +120,10 @@ class EventTail:
 
     def __init__(self, transport: Transport, spec: ClusterSpec) -> None:
         self._log = LogTail(transport, spec, behind=_EVENTS, events=True)
+
+    def look_at(self, spec: ClusterSpec, processes: Mapping[TaskName, str]) -> None:
+        """Asks all tasks of another description from now on, see ``LogTail``."""
+        self._log.look_at(spec, processes)
 
     def new(self) -> list[Event]:
         """Returns events since the last call, by time; none of a silent task."""

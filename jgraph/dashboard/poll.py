@@ -98,6 +98,8 @@ class Poller:
             self._follow(run, status)
         if self._events is None:
             self._events = self._visit.events()
+        processes = {task.task: task.incarnation for task in status.tasks}
+        self._events.look_at(status.cluster, processes)
         if new := self._events.new():
             self._take(events_fact(new, self._clock.now()))
         if self._looks % _VARIABLES_EVERY == 0:

@@ -47,20 +47,24 @@ export function curves(series, { time = false, log = false, label, unit }) {
   return box;
 }
 
-// rows: [{name, parts: {kind: share}}]: a lane for each, as wide as `most`.
+// Pixels across that a picture may have, so that its text is not made smaller than that of the page.
+const across = (most) => Math.max(240, Math.min(most, document.documentElement.clientWidth - 64));
+
+// rows: [{name, parts: {kind: share}}]: a lane for each, as wide as `most`, with its sum behind.
 export function lanes(rows, kinds, label, most) {
-  const width = 720, left = 130, high = 20;
+  const width = across(720), left = width < 500 ? 72 : 130, high = 20, right = 80;
   const bars = rows.map((row, at) => {
     let from = left;
     const y = at * (high + 4);
     const pieces = kinds.map((kind, k) => {
-      const wide = Math.max(0, ((row.parts[kind] || 0) / most) * (width - left));
+      const wide = Math.max(0, ((row.parts[kind] || 0) / most) * (width - left - right));
       const piece = s("rect", { x: from, y, width: wide, height: high, fill: color(k) },
         s("title", null, `${row.name}: ${kind} ${row.text(row.parts[kind] || 0)}`));
       from += wide;
       return piece;
     });
-    return [s("text", { x: 0, y: y + 14 }, short(row.name)), pieces];
+    const sum = kinds.reduce((all, kind) => all + (row.parts[kind] || 0), 0);
+    return [s("text", { x: 0, y: y + 14 }, short(row.name)), pieces, s("text", { x: from + 6, y: y + 14, class: "soft" }, row.text(sum))];
   });
   const legend = kinds.map((kind, k) => h("span", null,
     s("svg", { width: 10, height: 10, viewBox: "0 0 10 10" }, s("rect", { width: 10, height: 10, fill: color(k) })), kind));
@@ -87,9 +91,23 @@ export function heat(names, value, label) {
     width: left + size + 60, height: top + size }, cells, rows, columns);
 }
 
+// counts: {age: updates}: a bar for each age, the last for all that are older.
+export function ages(counts, label) {
+  const bins = 16, wide = 9, high = 18;
+  const sums = Array(bins).fill(0);
+  for (const [age, n] of Object.entries(counts)) sums[Math.min(bins - 1, Number(age))] += n;
+  const most = Math.max(1, ...sums);
+  const bars = sums.map((n, at) => {
+    const tall = n ? Math.max(1, (n / most) * high) : 0;
+    return s("rect", { x: at * wide, y: high - tall, width: wide - 2, height: tall, fill: color(0) },
+      s("title", null, `${at}${at === bins - 1 ? " and more" : ""}: ${n}`));
+  });
+  return s("svg", { role: "img", "aria-label": label, viewBox: `0 0 ${bins * wide} ${high}`, width: bins * wide, height: high, class: "own" }, bars);
+}
+
 // items: [{name, nbytes, at}]: areas as large as the bytes, row by row.
 export function treemap(items, label) {
-  const width = 720, height = 260;
+  const width = across(720), height = 260;
   const all = items.reduce((sum, one) => sum + one.nbytes, 0);
   const parts = [];
   let x = 0, y = 0, wide = width, high = height, rest = all;
@@ -101,7 +119,7 @@ export function treemap(items, label) {
     parts.push(s("g", null,
       s("rect", { x, y, width: Math.max(0, w - 1), height: Math.max(0, t - 1), fill: color(one.at), "fill-opacity": 0.75 - 0.3 * (at % 2) },
         s("title", null, `${one.name}: ${bytes(one.nbytes)}`)),
-      fits && s("text", { x: x + 4, y: y + 13 }, one.name.slice(0, Math.floor(w / 7)))));
+      fits && s("text", { x: x + 4, y: y + 13 }, one.name.split(" ").pop().slice(0, Math.floor(w / 7)))));
     if (wide > high) { x += w; wide -= w; } else { y += t; high -= t; }
     rest -= one.nbytes;
   }
@@ -132,7 +150,7 @@ export function timeline(trace, label) {
       }
       y += high;
     }
-    y += gap;
+    y += gap + (task.rows.length ? 0 : high);  // a name of its own line, though nothing ran there
   }
   const arrows = [...ends.sends].filter(([key]) => ends.receives.has(key)).map(([key, [x, at]]) => {
     const [x2, at2] = ends.receives.get(key);
@@ -142,5 +160,5 @@ export function timeline(trace, label) {
     s("path", { d: "M0 0 L6 3 L0 6 z", fill: ink("soft") })));
   const ticks = [0, 0.25, 0.5, 0.75, 1].map((share) => s("text", {
     x: left + share * (width - left), y: 10, "text-anchor": share === 1 ? "end" : share ? "middle" : "start" }, `${(share * trace.ms).toFixed(2)} ms`));
-  return s("svg", { role: "img", "aria-label": label, viewBox: `0 0 ${width} ${y}`, width, height: y }, marker, ticks, parts, arrows);
+  return s("svg", { role: "img", "aria-label": label, viewBox: `0 0 ${width} ${y}`, width, height: y, class: "own" }, marker, ticks, parts, arrows);
 }

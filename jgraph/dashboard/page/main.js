@@ -25,7 +25,9 @@ function takeToken() {
 // A proxy of notebooks knows its user by a cookie of its own, and passes events on at once if they are asked for.
 async function ask(path, accept = "*/*") {
   const headers = { Accept: accept, Authorization: `Bearer ${state.token}` };
-  const reply = await fetch(path, { headers, cache: "no-store", credentials: "same-origin" });
+  const reply = await fetch(path, { headers, cache: "no-store", credentials: "same-origin" }).catch(() => {
+    throw new Error("the dashboard does not answer: it has ended, or the way to it is cut; this page asks again each second");
+  });
   if (!reply.ok) {
     const told = await reply.json().catch(() => ({}));
     throw new Error(told.error || `the dashboard answered ${reply.status}`);

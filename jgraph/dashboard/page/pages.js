@@ -1,6 +1,6 @@
 // Pages: each makes elements of the view, and of the curves where it draws some.
 import { bytes, card, clock, h, number, percent, short, table } from "./dom.js";
-import { curves, heat, lanes, timeline, treemap } from "./charts.js";
+import { ages, curves, heat, lanes, timeline, treemap } from "./charts.js";
 
 const KINDS = ["compute", "update", "lookup", "rows", "copy", "read"];
 const PARTS = ["compute", "pull", "push", "wait", "input", "other"];
@@ -68,12 +68,24 @@ const training = {
   },
 };
 
+// counts: {age: updates}. The ages that half of them, 95 of 100, and all are at most.
+function spread(counts) {
+  const found = Object.entries(counts).map(([age, n]) => [Number(age), n]).sort((a, b) => a[0] - b[0]);
+  const all = found.reduce((sum, [, n]) => sum + n, 0);
+  const within = (share) => {
+    let left = share * all;
+    for (const [age, n] of found) { left -= n; if (left <= 0) return age; }
+    return null;
+  };
+  return { all, half: within(0.5), high: within(0.95), most: within(1) };
+}
+
 const workers = {
   title: "Workers",
   show(view) {
     const all = rows(view.runs).flatMap((run) => rows(run.workers).map((w) => ({ ...w, run: run.name, running: run.state === "running" })));
     const gates = rows(view.gates);
-    const ages = gates.flatMap((gate) => Object.entries(gate.staleness || {}).map(([worker, counts]) => ({ gate, worker, counts })));
+    const stale = gates.flatMap((gate) => Object.entries(gate.staleness || {}).map(([worker, counts]) => ({ gate, worker, counts, ...spread(counts) })));
     return [
       card("Steps of each worker", table("Workers", [
         ["worker", (w) => short(w.name)], ["run", (w) => w.run], ["steps", (w) => number(w.steps), "n"],
@@ -83,8 +95,9 @@ const workers = {
       rows(view.runs).filter((run) => run.state === "running").map((run) => card(`Time of a step of ${run.name}`, workersOf(run))),
       card("Staleness: updates by how many others came between read and update", table("Staleness", [
         ["worker", (a) => short(a.worker)], ["at", (a) => short(a.gate.task)], ["bound", (a) => a.gate.max_staleness ?? "none", "n"],
-        ["updates by age", (a) => Object.entries(a.counts).map(([age, n]) => `${age}: ${number(n)}`).join("   "), "text"],
-      ], ages)),
+        ["updates", (a) => number(a.all), "n"], ["half at most", (a) => number(a.half), "n"], ["95 % at most", (a) => number(a.high), "n"], ["most", (a) => number(a.most), "n"],
+        ["0 to 15 and more", (a) => ages(a.counts, `Updates of ${short(a.worker)} by age`)],
+      ], stale)),
       card("Gates: steps that wait until they may read", table("Gates", [
         ["task", (g) => short(g.task)], ["waiting now", (g) => number(g.waiting), "n"], ["oldest s", (g) => number(g.oldest_s), "n"],
         ["waited in a minute", (g) => number(g.waits), "n"], ["seconds of that", (g) => number(g.wait_s), "n"],
@@ -177,7 +190,7 @@ const steps = {
     const path = trace && trace.path.shares.map(([what, share]) => ({ what, share }));
     return [
       keep.live && h("div", { class: "row" }, again, save, h("span", { class: "soft", role: "status" }, keep.timeline.saved || "")),
-      card("What the steps of the last seconds waited for, from their end back", error ? h("p", { class: "soft" }, error) : !trace ? h("p", { class: "soft" }, keep.live ? "looking" : "the file has none")
+      card("What the steps of the last seconds waited for, from their end back", error ? h("p", { class: "soft" }, error) : !trace ? h("p", { class: "soft" }, keep.live ? "looking" : "a journal has the facts of tasks and no timeline; while a cluster lives, this page and jgraph trace save one")
         : [h("p", null, path.length ? `a step takes ${number(trace.path.ms)} ms (mean of ${number(trace.path.steps)})` : "no step ran in that time"),
           table("Critical path", [["of a step", (p) => percent(p.share), "n"], ["", (p) => p.what, "text"]], path)]),
       trace && trace.tasks.length > 0 && card("The last steps, by one clock; arrows go with messages", timeline(trace, "What each task did in the last steps"),
@@ -270,8 +283,8 @@ const about = {
     const facts = Object.entries(keep.config).map(([name, value]) => ({ name, value }));
     return [
       card("This dashboard", table("Facts", [["", (f) => f.name], ["", (f) => String(f.value ?? "none"), "text"]], facts)),
-      card("How it works", h("p", null, "It asks the master of the cluster once a second, as `jgraph status` does, and changes nothing. Keys 1 to 9 and 0 choose a page. Charts are drawn by uPlot (MIT licence; "),
-        h("a", { href: "page/vendor/LICENSE" }, "its text"), ")."),
+      card("How it works", h("p", null, "It asks the master of the cluster once a second, as ", h("code", null, "jgraph status"), " does, and changes nothing. Keys 1 to 9 and 0 choose a page. Charts are drawn by uPlot (MIT licence; ",
+        h("a", { href: "page/vendor/LICENSE" }, "its text"), ").")),
     ];
   },
 };
