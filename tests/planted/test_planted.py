@@ -454,14 +454,14 @@ BUGS: Final = {
     ),
     "a contribution read at two versions counts": Bug(
         "coordination/sync/aggregation.py",
-        "if len(set(versions)) > 1:",
-        "if not versions:",
+        "if mixed and len({versions[index] for versions in each}) > 1:",
+        "if mixed and not each:",
         f"{TRANSCRIPT}[sync/aggregation/several_ps]",
     ),
     "a contribution read at two versions is averaged": Bug(
         "coordination/sync/aggregation.py",
-        "if len(set(versions)) > 1:",
-        "if not versions:",
+        "if mixed and len({versions[index] for versions in each}) > 1:",
+        "if mixed and not each:",
         SYNCHRONOUS,
     ),
     "a replica contributes to an update twice": Bug(

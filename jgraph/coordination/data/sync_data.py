@@ -8,7 +8,8 @@ batch of each epoch counts exactly once.
 
 As long as every update needs all replicas, batches are dealt in rounds, one for each
 replica in turn. An update is then of neighbours in the order of the epoch, whoever asks
-first: that of one process with batches as large as those of all replicas together. With
+first: that of one process with batches as large as those of all replicas together. As
+none can get ahead of the others, whoever asks is dealt those of many rounds. With
 backup workers a batch goes to who asks, and a slow replica gets fewer.
 
 With ``shares`` a replica computes several neighbours in one step, as many as its share
@@ -22,7 +23,7 @@ suspected.
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.shares import Shares
@@ -31,6 +32,9 @@ from jgraph.errors import DataSlotError
 
 Places: TypeAlias = tuple[int, ...]
 """Those of the batches of one step."""
+
+ROUNDS: Final = 16
+"""For so many updates a run deals batches to a replica at once."""
 
 
 @final
@@ -46,6 +50,7 @@ class SyncData:
       position: where to begin, see ``BatchBook``.
       shares: how many batches a step of each replica is of; None: of one.
       own: each replica has data of its own.
+      rounds: for how many updates a replica is dealt at once, where each needs all.
 
     Example:
       >>> from jgraph.coordination.data.slots import Part
@@ -65,9 +70,10 @@ class SyncData:
         shares: Shares | None = None,
         *,
         own: bool = False,
+        rounds: int = 1,
     ) -> None:
         self._book = BatchBook(plan, position)
-        self._shares, self._own = shares, own
+        self._shares, self._own, self._rounds = shares, own, rounds
         # Of a round: the steps that replicas will get when they ask.
         self._reserved: dict[str, deque[Places]] = {name: deque() for name in replicas}
         # What replicas hold: the places of each step, by the number of the first.
@@ -94,15 +100,13 @@ class SyncData:
         Args:
           replica: one that takes part and is not lost.
           batches: how many it would like; with shares it gets those of one step.
-          together: every update needs all replicas.
+          together: every update needs all replicas; it gets those of many.
           idle: it holds nothing, whatever is known here of its last contribution.
         """
         order, held = self._book.order, self._held[replica]
         alone = idle or not held
-        share = order.plan.batches_per_epoch // (2 * len(self._reserved))
-        steps = 1 if self._shares is not None else min(batches, max(1, share))
         batches_dealt: list[int] = []
-        for _ in range(steps):
+        for _ in range(self._steps(batches, together=together)):
             places = self._take(
                 replica, alone=alone and not batches_dealt, together=together
             )
@@ -112,6 +116,14 @@ class SyncData:
             number = order.number(places[0])
             held[number], self._holder[number] = places, replica
         return tuple(order.leases(batches_dealt))
+
+    def _steps(self, batches: int, *, together: bool) -> int:
+        """Returns for how many steps to deal to one who would like so many."""
+        if self._shares is not None:
+            return 1
+        per_epoch = self._book.order.plan.batches_per_epoch
+        share = per_epoch // (2 * len(self._reserved))
+        return min(max(batches, self._rounds if together else 1), max(1, share))
 
     def learn(self, replica: str, piece_s: float) -> None:
         """Learns how long a replica takes for a batch; with shares these follow it."""
@@ -131,15 +143,22 @@ class SyncData:
                 return (self._book.take(suspect),)
         reserved = self._reserved[replica]
         if together and not reserved:
-            for name, count in self._round().items():
-                self._reserved[name].append(self._next(name, count))
+            self._reserve()
         return reserved.popleft() if reserved else self._next(replica, 1)
 
-    def _round(self) -> Mapping[str, int]:
-        """Returns how many batches of the next update each replica computes."""
+    def _reserve(self) -> None:
+        """Takes the batches of the next update for all replicas."""
+        if self._shares is None and not self._book.given_back:
+            steps = self._reserved.values()
+            new = self._book.take_new(len(steps))
+            for step, place in zip(steps, new, strict=True):
+                step.append((place,))
+            return
+        each: Mapping[str, int] = dict.fromkeys(self._reserved, 1)
         if self._shares is not None:
-            return self._shares.next(self._reserved)
-        return dict.fromkeys(self._reserved, 1)
+            each = self._shares.next(self._reserved)
+        for name, count in each.items():
+            self._reserved[name].append(self._next(name, count))
 
     def _next(self, replica: str, count: int) -> Places:
         return tuple(self._next_one(replica) for _ in range(count))
@@ -171,11 +190,12 @@ class SyncData:
             for place in self._let_go(number)[1]:
                 self._book.give_back(place)
 
-    def counted(self, number: int) -> Places:
-        """The batches of a step are part of an update; returns their places."""
-        _, places = self._let_go(number)
-        for place in places:
-            self._late_with.pop(place, None)
+    def counted(self, *numbers: int) -> Places:
+        """The batches of these steps are part of an update; returns their places."""
+        places = tuple(p for number in numbers for p in self._let_go(number)[1])
+        if self._late_with:
+            for place in places:
+                self._late_with.pop(place, None)
         self._book.finish(places)
         return places
 

@@ -320,7 +320,7 @@ class Arbiter:
         # so that sets are compared and not steps. Those that all have: slot -> step.
         self._news: dict[TaskName, dict[Step, int]] = {s: {} for s in self._shards}
         self._whole: defaultdict[int, dict[int, Step]] = defaultdict(dict)
-        self._chosen: list[int] = []  # places of the batches of the newest update
+        self._chosen: tuple[int, ...] = ()  # places of the batches of the newest update
         self._rounds = None
         if rule is not None:
             by_task = sorted(replicas, key=replicas.__getitem__)
@@ -508,9 +508,10 @@ class Arbiter:
         return [*self._of_sum(said), *self._go_on()]
 
     def _take(self, event: Contributed) -> list[Instruction]:
-        if event.shard not in self._news:
+        earlier = self._news.get(event.shard)
+        if earlier is None:
             return []  # it keeps no contributions of this run
-        self._news[event.shard].update(dict.fromkeys(event.steps, event.version))
+        earlier.update(dict.fromkeys(event.steps, event.version))
         there = set(event.steps)
         for news in sorted(self._news.values(), key=len):
             there = there.intersection(news)
@@ -519,12 +520,15 @@ class Arbiter:
         whole = [
             (s, n) for s, n in zip(event.steps, event.slots, strict=True) if s in there
         ]
-        each = [[news.pop(step) for step, _ in whole] for news in self._news.values()]
+        steps = [step for step, _ in whole]
+        each = [list(map(news.pop, steps)) for news in self._news.values()]
+        # Most often all ps let all of them read at one version.
+        mixed = any(versions != each[0] for versions in each)
         said: list[Instruction] = []
-        for (step, slot), versions in zip(whole, zip(*each, strict=True), strict=True):
+        for index, (step, slot) in enumerate(whole):
             if not self._data.holds(step[0], slot):
                 continue  # another computes it now, as this one seemed lost
-            if len(set(versions)) > 1:
+            if mixed and len({versions[index] for versions in each}) > 1:
                 self._drop(slot, step)
                 said.append(Void(step))
             elif event.version < self._version + self._applying:
@@ -558,7 +562,7 @@ class Arbiter:
             return self._invite()
         chosen, late = self._choose(whole)
         del self._whole[self._version]
-        self._chosen = [p for slot, _ in chosen for p in self._data.counted(slot)]
+        self._chosen = self._data.counted(*(slot for slot, _ in chosen))
         for slot, step in late:
             self._drop(slot, step)
         self._applying = True

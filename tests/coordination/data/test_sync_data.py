@@ -43,19 +43,20 @@ def left(data: SyncData) -> tuple[int, list[int]]:
 @given(
     shuffle=st.sampled_from(["examples", "slots"]),
     asks=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), max_size=30),
+    rounds=st.integers(1, 4),
 )
 def test_rounds_are_neighbours_in_the_order_of_the_epoch_whoever_asks_first(
-    shuffle: Shuffle, asks: list[tuple[int, int]]
+    shuffle: Shuffle, asks: list[tuple[int, int]], rounds: int
 ) -> None:
     order = BatchOrder(plan(shuffle=shuffle))
-    data = SyncData(order.plan, REPLICAS)
+    data = SyncData(order.plan, REPLICAS, rounds=rounds)
     dealt: dict[str, list[int]] = {name: [] for name in REPLICAS}
     for who, count in asks:
         name = REPLICAS[who]
         dealt[name] += deal(data, name, count, together=True)
     for who, name in enumerate(REPLICAS):
-        rounds = range(len(dealt[name]))
-        assert dealt[name] == [order.number(3 * n + who) for n in rounds]
+        expected = [order.number(3 * n + who) for n in range(len(dealt[name]))]
+        assert dealt[name] == expected
 
 
 EVENTS = st.lists(
@@ -65,13 +66,16 @@ EVENTS = st.lists(
 
 
 @given(
-    events=EVENTS, together=st.booleans(), shuffle=st.sampled_from(["slots", "none"])
+    events=EVENTS,
+    together=st.booleans(),
+    shuffle=st.sampled_from(["slots", "none"]),
+    rounds=st.integers(1, 3),
 )
 def test_whatever_is_late_or_lost_every_batch_counts_once_or_is_known_to_be_left(
-    events: list[tuple[str, int, int]], together: bool, shuffle: Shuffle
+    events: list[tuple[str, int, int]], together: bool, shuffle: Shuffle, rounds: int
 ) -> None:
     order = BatchOrder(plan(13, shuffle))
-    data = SyncData(order.plan, REPLICAS)
+    data = SyncData(order.plan, REPLICAS, rounds=rounds)
     held: dict[str, list[int]] = {name: [] for name in REPLICAS}
     counted: Counter[int] = Counter()
     for kind, who, count in events:

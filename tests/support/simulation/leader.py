@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from jgraph.coordination.data.slots import Lease
-from jgraph.coordination.data.sync_data import SyncData
+from jgraph.coordination.data.sync_data import ROUNDS, SyncData
 from jgraph.coordination.liveness import master_lease
 from jgraph.coordination.liveness.master_lease import LeaseTracker
 from jgraph.coordination.sync import aggregation
@@ -81,7 +81,7 @@ class Leader:
         self.master = master
         self.life = world.life
         self.replicas = order.replicas
-        self.data = SyncData(world.plan, order.replicas, order.position)
+        self.data = SyncData(world.plan, order.replicas, order.position, rounds=ROUNDS)
         self.version = order.version
         self.machine = Arbiter(
             world.shards,
