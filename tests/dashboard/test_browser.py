@@ -27,13 +27,20 @@ TITLES = (
     *("Timeline", "Checkpoints and events", "Members", "Serving"),
     *("Rounds", "About"),
 )
+REBOUND = "rebound.example"
+"""A name that its owner has let be the address of this machine."""
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
         launched = started.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
+            executable_path=CHROMIUM,
+            args=[
+                "--no-sandbox",
+                "--disable-dev-shm-usage",
+                f"--host-resolver-rules=MAP {REBOUND} 127.0.0.1",
+            ],
         )
         yield launched
         launched.close()
@@ -215,11 +222,18 @@ def test_another_origin_cannot_read_it_and_may_not_frame_it(browser: Any) -> Non
 
 
 @contextmanager
-def notebook(frames: list[str]) -> Iterator[str]:
-    """The origin of a page with these frames, which may come later."""
+def notebook(
+    frames: list[str], referrers: list[str | None] | None = None
+) -> Iterator[str]:
+    """The origin of a page with these frames, which may come later.
+
+    ``referrers`` gets what requests say of where they come from.
+    """
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:  # the base class's name
+            if referrers is not None and self.path == "/":
+                referrers.append(self.headers.get("Referer"))
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
             self.end_headers()
@@ -236,6 +250,50 @@ def notebook(frames: list[str]) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_a_page_of_a_stranger_reads_nothing_even_with_the_token(browser: Any) -> None:
+    ask = """([url, options]) => fetch(url, options)
+        .then((reply) => `${reply.type} ${reply.status}`, () => "blocked")"""
+    with notebook([]) as origin, serving(fresh()) as server:
+        token = server.url.partition("token=")[2]
+        state = f"http://127.0.0.1:{server.port}/api/v1/state"
+        shown = {"headers": {"Authorization": f"Bearer {token}"}}
+        json = {"method": "POST", "body": "{}"}
+        # Of another port of the same host, and of another name of it.
+        for stranger in (origin, origin.replace("127.0.0.1", "localhost")):
+            with opened(browser, stranger) as (page, _):
+                for options in ({}, shown, json, {"credentials": "include"}):
+                    assert page.evaluate(ask, [state, options]) == "blocked"
+                # It may be sent, but nothing of the answer is told.
+                silent = {"mode": "no-cors"}
+                for options in (silent, silent | json):
+                    told = page.evaluate(ask, [state, options])
+                    assert told in {"opaque 0", "blocked"}
+
+
+def test_a_name_that_was_rebound_to_this_machine_shows_nothing(browser: Any) -> None:
+    with serving(fresh()) as server:
+        token = server.url.partition("token=")[2]
+        with opened(browser, f"http://{REBOUND}:{server.port}/") as (page, _):
+            expect(page.locator("body")).to_contain_text("not reached under that host")
+            # What is there now has the origin of what it asks.
+            told = page.evaluate(
+                """(token) => fetch("/api/v1/state", {headers: {Authorization: token}})
+                .then((reply) => reply.status)""",
+                f"Bearer {token}",
+            )
+            assert told == 421
+
+
+def test_whoever_is_gone_to_from_the_page_does_not_hear_of_it(browser: Any) -> None:
+    referrers: list[str | None] = []
+    with notebook([], referrers) as origin, serving(fresh()) as server:
+        with opened(browser, server.url) as (page, _):
+            expect(page.locator("#sentence")).to_contain_text("mlp")
+            page.evaluate("(url) => { location.href = url; }", origin)
+            page.wait_for_url(f"{origin}/")
+        assert referrers == [None]
 
 
 def test_a_frame_is_shown_where_it_was_asked_for_and_nowhere_else(
