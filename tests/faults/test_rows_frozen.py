@@ -20,7 +20,7 @@ from jgraph.client.cluster import Cluster, connect
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.coordination.liveness.restarts import REPLACED
 from jgraph.coordination.liveness.self_fencing import DOUBT_S
-from jgraph.errors import FencedError
+from jgraph.errors import FencedError, JGError
 from jgraph.launch.local.processes import TaskProcess
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -240,3 +240,27 @@ def test_a_frozen_worker_that_was_replaced_says_so_and_ends_when_it_wakes(
         ledger.check(training, lost=1)
         fault.names += [f"{worker} ends: JG-139", f"{worker} was lost"]
         training.close()
+
+
+@pytest.mark.row(8, 17)
+@pytest.mark.chaos
+@pytest.mark.parametrize("task", ["/job:ps/task:1", "/job:worker/task:0"])
+def test_a_client_that_looks_while_a_task_is_frozen_is_answered_and_told_which(
+    fault: Fault, task: str
+) -> None:
+    """Worker 0 is the master: nobody but it is asked."""
+    cluster = fault.cluster(ps=2, workers=2, elastic=True)
+    fault.is_noticed = False
+    os.kill(cluster.pid(task), signal.SIGSTOP)
+    stopwatch, told = Stopwatch(), list[str]()
+    try:
+        cluster.refresh()
+        told += cluster.status().missing
+    except JGError as error:
+        told.append(str(error.details["task"]))
+    finally:
+        took_s = stopwatch.seconds
+        os.kill(cluster.pid(task), signal.SIGCONT)
+    assert told == [task]
+    assert took_s < 20.0  # two looks of five seconds, or one of fifteen
+    assert len(cluster.tasks()) == 4
