@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from jgraph.errors import TaskLostError
 from jgraph.failpoints import CRASHED, ONCE, VARIABLE
 from jgraph.launch.local.cluster import LocalCluster
 from jgraph.train.checkpoint.checkpoints import Checkpoints
@@ -244,4 +245,37 @@ def test_an_owner_that_is_told_to_end_rests_the_run_and_nothing_is_done_again(
     assert recovery.again == 0
     check_together(there, run)
     fault.is_noticed = False
+    there.close()
+
+
+@pytest.mark.row(13)
+@pytest.mark.chaos
+@pytest.mark.parametrize("restarts", [3, 0])
+def test_a_fit_begins_while_somebody_stands_in_for_an_owner_if_that_comes_back(
+    fault: Fault, restarts: int
+) -> None:
+    """It waits for the worker, gives it the data again, and leaves the parts."""
+    cluster = fault.cluster(ps=1, workers=3, restarts=restarts)
+    there = trainer(cluster, SyncPS(dense="workers", durability="replica"))
+    run = there.fit(
+        IDS,
+        steps=10**6,
+        batch_size=BATCH,
+        callbacks=[
+            after(100, partial(kill, fault, cluster, WORKER)),
+            fault.stop_after(GOES_ON, steps=0),
+        ],
+        progress=False,
+    )
+    assert run.recoveries()[0].by == ("/job:worker/task:2",)
+    fault.names += [WORKER, "goes on with the copies on"]
+    go_on = partial(there.fit, IDS, steps=100, batch_size=BATCH, progress=False)
+    if restarts:
+        run = go_on(wait_s=30)
+        assert run.state == "done"
+        assert not run.recoveries()
+    else:
+        with pytest.raises(TaskLostError, match=f"{WORKER} does not answer"):
+            go_on(wait_s=30)
+    check_recovered(there, run, share=3)
     there.close()

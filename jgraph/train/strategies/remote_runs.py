@@ -283,6 +283,8 @@ class RemoteRuns:
         state.is_training |= is_restore
         self._has_gone_back |= is_restore
         is_replacement = report.state in {"lost", "left"} or "~" in report.handle
+        if report.state in {"lost", "left"}:
+            self.workers.forget(report.task)
         self._has_replaced |= is_restore or is_replacement
         if report.replica != ARBITER and not is_restore:
             self.workers.note(report)

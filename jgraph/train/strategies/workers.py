@@ -109,6 +109,10 @@ class Workers:
         if self.feeding is not None and self.feeding.error is not None:
             raise self.feeding.error
 
+    def forget(self, worker: str) -> None:
+        """Sends the data anew to a worker next time, which is lost."""
+        self._digests.pop(TaskName(worker), None)
+
     def ran_out(self, report: LoopReport) -> bool:
         """Whether a loop is over as there is no more data."""
         is_over = self.feeding is not None and self.feeding.is_over
