@@ -411,8 +411,8 @@ BUGS: Final = {
         "server/runs/rescaling/rescaler.py",
         "        self._record.rescale(switch, self._losses.holders)\n",
         "",
-        RESCALED,
-        first=173,
+        "tests/simulation/test_rescales.py::"
+        "test_a_master_that_dies_when_ps_were_switched_leaves_an_heir_that_knows",
     ),
     "variables that have moved stay where they were, too": Bug(
         "server/runs/rescaling/rescaler.py",

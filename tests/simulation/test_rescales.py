@@ -8,7 +8,7 @@ leaves the run in one arrangement or the other.
 import pytest
 
 from tests.support.simulation.faulty_run import FIRST, RUNS
-from tests.support.simulation.ps_runs import rescaled
+from tests.support.simulation.ps_runs import dies_when_switched, rescaled
 
 
 @pytest.mark.row(45, 46)
@@ -16,6 +16,17 @@ def test_no_update_is_lost_or_doubled_whoever_dies_while_variables_move() -> Non
     switches = 0
     for seed in range(FIRST, FIRST + max(3, RUNS // 8)):
         switches += len(rescaled(seed).switches)
+    assert switches
+
+
+@pytest.mark.row(46)
+def test_a_master_that_dies_when_ps_were_switched_leaves_an_heir_that_knows() -> None:
+    """All ps live, so the run does not go back, whichever arrangement it has."""
+    switches = 0
+    for seed in range(FIRST, FIRST + max(3, RUNS // 8)):
+        world = rescaled(seed, dies_when_switched)
+        assert not world.restores
+        switches += len(world.switches)
     assert switches
 
 

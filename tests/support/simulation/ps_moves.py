@@ -288,6 +288,13 @@ class RescaledWorld(ElasticWorld):
     def moved(self, ps: int) -> None:
         self.client_ps = ps
 
+    @property
+    def restores(self) -> int:
+        """How often the run went back to a checkpoint."""
+        master = self.master()
+        run = None if master is None else master.runs.find(RUN)
+        return 0 if run is None else run.restores
+
     def held(self) -> dict[str, Updates | None]:
         if self.is_over:  # a ps may have left since
             return dict(self.client.saved.updates)

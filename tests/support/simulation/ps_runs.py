@@ -1,10 +1,12 @@
 """Runs whose ps and workers join, leave and die, each by its number."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from jgraph.coordination.run.recovery import ATTEMPTS
+from jgraph.failpoints import armed
 from tests.support.simulation.member_faults import KILLS, STANDBYS_S, ElasticFaults
 from tests.support.simulation.members import WAYS
 from tests.support.simulation.ps_moves import MOST, RescaledWorld
@@ -25,6 +27,8 @@ OF_PS: Final = (
 )
 
 
+DEAF_S: Final = 3.0
+"""Less than it takes until a connection is given up."""
 GIVEN_UP: Final = f"{ATTEMPTS} times already"
 """A run gives up after so many losses without progress."""
 
@@ -86,7 +90,35 @@ class PsFaults(ElasticFaults):
             await asyncio.sleep(STANDBYS_S)
 
 
-async def run_of(seed: int) -> RescaledWorld:
+Faults: TypeAlias = Callable[[RescaledWorld], Awaitable[None]]
+
+
+async def at_random(world: RescaledWorld) -> None:
+    """Anything happens, at any time."""
+    await PsFaults(world).all()
+
+
+async def dies_when_switched(world: RescaledWorld) -> None:
+    """Nobody hears of a switch at once, and then its master dies."""
+
+    def cut() -> None:
+        if (master := world.master()) is not None:
+            for task in list(world.tasks):
+                if task != master.task:
+                    world.cut(master.task, task, DEAF_S)
+
+    def kill() -> None:
+        if (master := world.master()) is not None:
+            world.kill(master.task, DEAF_S)
+            raise asyncio.CancelledError  # a process that is gone does nothing more
+
+    await asyncio.sleep(world.chance.uniform(STANDBYS_S, 2 * STANDBYS_S))
+    with armed("rescale.switched", cut), armed("rescale.retired", kill):
+        PsFaults(world).join(world)
+        await asyncio.sleep(4 * STANDBYS_S)
+
+
+async def run_of(seed: int, faults: Faults) -> RescaledWorld:
     """Runs one to its end, and checks it."""
     strategy = seed % 3
     world = RescaledWorld(
@@ -100,7 +132,7 @@ async def run_of(seed: int) -> RescaledWorld:
     )
     with in_world(world):
         await world.begin()
-        happens = asyncio.ensure_future(PsFaults(world).all())
+        happens = asyncio.ensure_future(faults(world))
         state = await world.to_its_end()
         happens.cancel()
         if world.is_suspicious(state) or GIVEN_UP in world.why():
@@ -114,10 +146,10 @@ async def run_of(seed: int) -> RescaledWorld:
     return world
 
 
-def rescaled(seed: int) -> RescaledWorld:
+def rescaled(seed: int, faults: Faults = at_random) -> RescaledWorld:
     """Runs and checks the run of this number."""
     try:
-        return run_virtually(run_of(seed))
+        return run_virtually(run_of(seed, faults))
     except AssertionError as error:
         error.add_note(f"JGRAPH_SIMULATION={seed} repeats it")
         raise
