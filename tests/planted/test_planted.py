@@ -631,7 +631,7 @@ BUGS: Final = {
     ),
     "the position of a save is taken after its snapshot": Bug(
         "server/runs/saving/checkpointer.py",
-        "position=position,",
+        "position={**position, **self.record.privacy(step)},",
         "position=self.position(),",
         f"{SAVER}test_a_position_is_never_after_the_updates_that_it_is_saved_with",
     ),
