@@ -130,6 +130,9 @@ class Injected:
 def check(world: RunWorld, injected: Injected, state: str) -> None:
     """What must hold when a run is over."""
     over_at, gone_at = world.clock.now(), injected.gone_at
+    if world.all_died:
+        assert state in {"lost", "failed"}, f"it is {state}, and nobody knew of it"
+        return
     if gone_at is not None and over_at > gone_at + LEASE_S:
         waits = gone_at < world.led_since  # another master waits for the client, too
         until = world.led_since + ACCOUNTS_S if waits else gone_at

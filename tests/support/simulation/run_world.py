@@ -89,6 +89,7 @@ class RunWorld:
       story: what happened.
       masters: those that it has had, the last one now.
       begun: the loops that began, in order.
+      all_died: no task was there at some moment: nobody knows of the run any more.
     """
 
     seed: int
@@ -104,6 +105,7 @@ class RunWorld:
     masters: list[RunProcess] = field(default_factory=list)
     dealt: Counter[int] = field(default_factory=Counter)
     begun: list[str] = field(default_factory=list)
+    all_died: bool = False
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -176,6 +178,7 @@ class RunWorld:
             if is_ps(task):
                 self.tear()
             self.processes[task].kill()
+            self.all_died |= not any(map(self.is_up, self.tasks))
             if self.synchronous and not self.is_up(self.tasks[0]):
                 self.forget_updates(anew=task == self.tasks[0])
             asyncio.get_running_loop().call_later(away_s, self.start_again, task)
