@@ -257,8 +257,8 @@ class LoopRun:
                 ordered=True,
                 ahead=order.prefetch,
                 compute_wait_s=order.compute_wait_s * fed.pieces,
-                # A task that deals is the arbiter of updates that all wait for.
-                awaited=bool(order.dealer),
+                # Of an update of several workers, which the number of the batch tells.
+                awaited=bool(order.batch_feed),
             )
         except JGError as error:
             self._take(StepFailed(step, error))
