@@ -16,6 +16,7 @@ One JSON line each; ``--rows`` prints them as rows of a table, in this order.
 """
 
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -51,6 +52,7 @@ def session(master: str) -> Iterator[Any]:
     """A session without a page of its own."""
     from pyspark.sql import SparkSession
 
+    os.environ["PYSPARK_PYTHON"] = sys.executable  # which has what packs lists
     builder = SparkSession.builder.master(master)
     for key in ("spark.ui.enabled", "spark.ui.showConsoleProgress"):
         builder = builder.config(key, "false")

@@ -475,6 +475,9 @@ def leave_open(spark: SparkSession) -> dict[str, Any]:
     return {}
 
 
+_INTS = ("bigint", "tinyint")
+
+
 def frames(spark: SparkSession) -> dict[str, Any]:
     """A DataFrame is written, trained on and scored; and what of it cannot be."""
     ids = spark.range(0, 1000, 1, 4)
@@ -493,13 +496,30 @@ def frames(spark: SparkSession) -> dict[str, Any]:
     data = source.open(None)
     path = str(source.spec["path"])
     batch = [one["id"] for one in read_all(path)]
+    kinds = ["smallint", "int", "bigint", "float", "double", "tinyint", "boolean"]
+    every: Callable[[str], Any] = lambda kind: functions.array(
+        *(((functions.col("id") + n) % 2).cast(kind) for n in (0, 1, 1))
+    ).alias(f"a {kind}")
+    lists = jg.Source.spark(ids.select("id", *map(every, kinds)))
+    read = read_all(str(lists.spec["path"]), None)
+    packed = {
+        name: [
+            str(read[0][name].dtype),
+            all(
+                (one[name] == (one["id"][:, None] + [0, 1, 1]) % 2).all()
+                for one in read
+            ),
+        ]
+        for name in read[0]
+        if name != "id"
+    }
     kept = Path(os.environ["SCENARIO_DIRECTORY"]) / "frame"
     jg.Source.spark(frame, columns=["id"], directory=kept)
     there = sorted(file.suffix for file in kept.iterdir())
     two = functions.when(functions.col("id") % 4 > 0, functions.col("id"))
     length = (functions.col("id") % 2 + 1).cast("int")
-    lists = functions.array_repeat(functions.col("id"), length)
-    holes = functions.array(two)
+    ragged = functions.array_repeat(functions.col("id"), length)
+    holes, holes_of_bytes = (functions.array((two % 100).cast(kind)) for kind in _INTS)
     sparse = spark.createDataFrame([(Vectors.sparse(3, {1: 1.0}),)], ["v"])
     wrong = {
         "no_frame": data_refusal([1, 2]),
@@ -508,8 +528,9 @@ def frames(spark: SparkSession) -> dict[str, Any]:
         "twice": data_refusal(frame, columns=["id", "id"]),
         "type": data_refusal(frame),
         "nulls": data_refusal(ids.select("id", two.alias("some"))),
-        "ragged": data_refusal(ids.select(lists.alias("items"))),
+        "ragged": data_refusal(ids.select(ragged.alias("items"))),
         "holes": data_refusal(ids.select(holes.alias("items"))),
+        "holes_of_bytes": data_refusal(ids.select(holes_of_bytes.alias("items"))),
         "sparse": data_refusal(sparse),
         "no_rows": data_refusal(frame.where("id < 0"), columns=["id"]),
         "full": data_refusal(frame, columns=["id"], directory=kept),
@@ -519,7 +540,7 @@ def frames(spark: SparkSession) -> dict[str, Any]:
         "upwards": data_refusal(frame, columns=["id"], directory="/data/../x"),
     }
     refused = kept.parent / "refused"
-    data_refusal(ids.select(lists.alias("items")), directory=refused)
+    data_refusal(ids.select(ragged.alias("items")), directory=refused)
 
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     columns = {"dense": "dense"}
@@ -534,6 +555,7 @@ def frames(spark: SparkSession) -> dict[str, Any]:
     return {
         "fields": {n: [str(a.dtype), list(a.shape)] for n, a in data.fields.items()},
         "seen": sorted(int(i) for ids in batch for i in ids) == list(range(1000)),
+        "packed": packed,
         "kept": there,
         "wrong": wrong,
         "refused_left": refused.exists(),
@@ -551,9 +573,11 @@ def frames(spark: SparkSession) -> dict[str, Any]:
     }
 
 
-def read_all(path: str) -> list[dict[str, Any]]:
+def read_all(
+    path: str, columns: tuple[str, ...] | None = ("id",)
+) -> list[dict[str, Any]]:
     """Reads what a source has, in the way that workers do."""
-    reader = open_source({"kind": "parquet", "path": path, "columns": ["id"]}, ())
+    reader = open_source({"kind": "parquet", "path": path, "columns": columns}, ())
     return [
         reader.read(number, np.arange(part.examples))
         for number, part in enumerate(reader.parts)

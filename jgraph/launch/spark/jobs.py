@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final, final
 
+from jgraph.client.spark.by_value import by_value
 from jgraph.clock import Clock
 from jgraph.graph.device import TaskName
 from jgraph.launch.spark import keeper
@@ -113,29 +114,20 @@ class SparkJobs:
 
     def _once(self, task: TaskName) -> str:
         """Runs a job to its end, and returns why it ended."""
-        from pyspark import cloudpickle
-
         try:
             context = self._context
             context.setJobGroup(self._group, f"jgraph server {task}")
-            with _PICKLING:  # the module is sent by value: executors may not have it
-                cloudpickle.register_pickle_by_value(keeper)
-                try:
-                    jobs = context.parallelize([self._orders[task]], 1).mapPartitions(
-                        keeper.serve
-                    )
-                    jobs._jrdd  # noqa: B018, SLF001  # pickles it
-                finally:
-                    cloudpickle.unregister_pickle_by_value(keeper)
+            with by_value(keeper):
+                jobs = context.parallelize([self._orders[task]], 1).mapPartitions(
+                    keeper.serve
+                )
+                jobs._jrdd  # noqa: B018, SLF001  # pickles it
             if (profile := self._profiles.get(task)) is not None:
                 jobs = jobs.withResources(profile)
             jobs.collect()
         except Exception as error:  # noqa: BLE001  # whatever ended it, it is over
             return _reason(error)
         return "its Spark task has ended"
-
-
-_PICKLING = threading.Lock()
 
 
 def _reason(error: Exception) -> str:

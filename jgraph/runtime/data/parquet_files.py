@@ -20,11 +20,15 @@ from jgraph.errors import SourceError
 from jgraph.runtime.cost import FEW_CORES, available_cores
 from jgraph.runtime.data.batches import Array, Field
 from jgraph.runtime.data.jax_types import as_jax_type
+from jgraph.runtime.data.packed_lists import packed_dtypes, unpacked
 from jgraph.runtime.data.record_files import needs
 from jgraph.runtime.data.spilled_arrays import SpilledArrays
 
 KEPT_BYTES: Final = 64 << 20
 """Of decoded row groups that a reader keeps in memory, those that were read last."""
+_RECENT: Final = 4
+"""Row groups that are kept of files that are larger than that: another lease may share
+them, and memory that is used again costs a fifth of what is new to the process."""
 _DECODED: Final = 2
 """A row group that was decoded so often is written to a file the next time."""
 
@@ -64,8 +68,11 @@ class ParquetReader:
         except (OSError, ValueError) as error:
             raise SourceError(f"a Parquet file cannot be read: {error}") from error
         first = self._opened[0].schema_arrow
+        self._packed = packed_dtypes(first, str(files[0]))
         for file, opened in zip(files, self._opened, strict=True):
-            if not opened.schema_arrow.equals(first):
+            schema = opened.schema_arrow
+            is_alike = packed_dtypes(schema, str(file)) == self._packed
+            if not (schema.equals(first) and is_alike):
                 raise SourceError(
                     f"{file} has another schema than {files[0]}; write both alike, or "
                     "name files of one kind",
@@ -102,6 +109,11 @@ class ParquetReader:
         self.fields: Mapping[str, Field] = {}
         arrays = self.read(full, np.zeros(1, np.int64))
         self.fields = {n: Field(a.dtype, a.shape[1:]) for n, a in arrays.items()}
+        row_bytes = _nbytes(arrays)
+        if row_bytes * sum(part.examples for part in self.parts) > kept_bytes:
+            largest = max(int(np.diff(g).max(initial=0)) for g in self._groups)
+            self._room = min(kept_bytes, _RECENT * row_bytes * largest)
+            self._room -= sum(_nbytes(group) for group in self._cache.values())
 
     def read(self, part: int, rows: Rows) -> dict[str, Array]:
         """See ``Reader.read``."""
@@ -162,19 +174,15 @@ class ParquetReader:
         where = f"column '{name}' of {self._files[part]}"
         if column.null_count:
             raise SourceError(f"{where} has empty values; fill them in")
-        try:
-            if hasattr(column, "flatten") and column.type.num_fields == 1:
-                flat = column.flatten().to_numpy(zero_copy_only=False)
-                array = flat.reshape(len(column), -1)
-                same = _of_one_length(column, array.shape[1])
-            else:
-                array = column.to_numpy(zero_copy_only=False)
-                same = True
-        except ValueError as error:
-            raise SourceError(f"{where} has lists of different lengths") from error
-        if not same:
+        if (packed := self._packed.get(name)) is not None:
+            examples = unpacked(column, packed)
+        elif hasattr(column, "flatten") and column.type.num_fields == 1:
+            examples = _unflattened(column)
+        else:
+            examples = column.to_numpy(zero_copy_only=False)
+        if examples is None:
             raise SourceError(f"{where} has lists of different lengths; pad them")
-        array = as_jax_type(array, where, self._wide)
+        array = as_jax_type(examples, where, self._wide)
         field = self.fields.get(name)
         if field is not None and array.shape[1:] != field.shape:
             raise SourceError(
@@ -184,11 +192,18 @@ class ParquetReader:
         return array
 
 
-def _of_one_length(lists: Any, length: int) -> bool:
-    """Whether each of the lists of an Arrow array has so many values."""
-    if not hasattr(lists, "offsets"):
-        return True  # a type of lists of one length
-    return bool((np.diff(lists.offsets.to_numpy()) == length).all())
+def _unflattened(lists: Any) -> Array | None:
+    """Returns lists of Arrow as rows of an array; None if their lengths differ."""
+    flat = lists.flatten().to_numpy(zero_copy_only=False)
+    length, rest = divmod(len(flat), len(lists))
+    if rest:
+        return None
+    if hasattr(lists, "offsets"):  # else a type of lists of one length
+        lengths = np.diff(lists.offsets.to_numpy())
+        if not (lengths == length).all():
+            return None
+    rows: Array = flat.reshape(len(lists), length)
+    return rows
 
 
 def _nbytes(arrays: Mapping[str, Array]) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import numpy as np
 
+from jgraph.client.spark.by_value import by_value
 from jgraph.client.spark.slots import check_slot, is_local
 from jgraph.errors import ConfigError
 from jgraph.errors.tracebacks import short_traceback
@@ -263,12 +264,6 @@ def _sent(context: Any, exported: ExportedModel, directory: Path) -> str:
 
 
 def _mapped(frame: Any, facts: Sequence[Any], schema: Any) -> "DataFrame":
-    from pyspark import cloudpickle
-
-    module = sys.modules[scorer.__module__]
-    cloudpickle.register_pickle_by_value(module)
-    try:  # the function is pickled when it is mapped
+    with by_value(sys.modules[scorer.__module__]):  # it is pickled when it is mapped
         scored: DataFrame = frame.mapInArrow(scorer(*facts), schema)
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
     return scored

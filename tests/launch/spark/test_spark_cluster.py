@@ -142,6 +142,15 @@ def test_a_data_frame_is_written_once_and_read_as_files(night: Facts) -> None:
         "data['x.1']": ["float32", [1000]],
     }
     assert found["seen"], "each row once"
+    assert found["packed"] == {
+        "a smallint": ["int16", True],
+        "a int": ["int32", True],
+        "a bigint": ["int32", True],
+        "a float": ["float32", True],
+        "a double": ["float32", True],
+        "a tinyint": ["int8", True],
+        "a boolean": ["bool", True],
+    }
     assert ".parquet" in found["kept"]
 
 
@@ -159,7 +168,8 @@ def test_a_data_frame_that_is_no_data_is_refused_with_counts_and_leaves_nothing(
     assert "the column 'name' is of type string" in said["type"]
     assert "'some' has no value in 250 of 1,000 rows" in said["nulls"]
     assert "different lengths, or empty ones (1 in 500, 2 in 500)" in said["ragged"]
-    assert "'items' has lists with missing values in 250 of 1,000" in said["holes"]
+    for name in ("holes", "holes_of_bytes"):
+        assert "'items' has lists with missing values in 250 of 1,000" in said[name]
     assert "'v' has sparse vectors in 1 of 1 rows" in said["sparse"]
     assert "the DataFrame has no rows" in said["no_rows"]
     assert "there is something in" in said["full"]

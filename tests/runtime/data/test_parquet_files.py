@@ -1,5 +1,6 @@
 """Row groups of Parquet files: decoded once while they are kept, within a bound."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tests.support.data_files import write_parquet
 
 pytest.importorskip("pyarrow.parquet", reason="needs jgraph[data]")
 
+from jgraph.errors import SourceError
 from jgraph.runtime.data import parquet_files
 from jgraph.runtime.data.parquet_files import ParquetReader
 
@@ -108,3 +110,56 @@ def test_what_a_caller_does_to_its_examples_does_not_change_what_is_kept(
     reader, _ = opened(tmp_path, 1 << 20)
     reader.read(0, np.array([1]))["x"][:] = -1
     assert reader.read(0, np.array([1]))["x"].tolist() == [[1, 0.5]]
+
+
+def packed_file(path: Path, rows: Any, dtype: str, of: Any = None) -> Path:
+    """Writes a column ``x`` of bytes, with what Spark notes of it."""
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    column = {"name": "x", "type": "binary", "metadata": {"jgraph.dtype": dtype}}
+    noted = {"org.apache.spark.sql.parquet.row.metadata": {"fields": [column]}}
+    schema = pa.schema(
+        [pa.field("x", of or pa.binary())],
+        {key: json.dumps(value) for key, value in noted.items()},
+    )
+    parquet.write_table(pa.table({"x": rows}, schema), path, row_group_size=2)
+    return path
+
+
+def test_lists_that_are_packed_are_read_as_rows_of_numbers(tmp_path: Path) -> None:
+    rows = np.arange(10, dtype=np.int64).reshape(5, 2)
+    lists = [row.tobytes() for row in rows]
+    file = packed_file(tmp_path / "a.parquet", lists, "int64")
+    reader = ParquetReader([file], None, False)
+    assert {n: str(f) for n, f in reader.fields.items()} == {"x": "int32[2]"}
+    found = reader.read(0, np.array([4, 0, 3]))["x"]
+    np.testing.assert_array_equal(found, rows[[4, 0, 3]])
+
+
+@pytest.mark.parametrize(
+    ("lists", "dtype", "complaint"),
+    [
+        ([b"1234", b"12345678"], "float32", "lists of different lengths"),
+        ([b"123", b"123"], "float32", "lists of different lengths"),
+        ([b"1234", b"1234", b"12345678"], "float32", r"of shape \(2,\); the first"),
+        ([b"1234", None], "float32", "has empty values"),
+        ([b"1234"], "object", "has lists packed as 'object', which is none of int16"),
+    ],
+)
+def test_bytes_that_are_no_packed_lists_are_refused(
+    tmp_path: Path, lists: Any, dtype: str, complaint: str
+) -> None:
+    file = packed_file(tmp_path / "a.parquet", lists, dtype)
+    with pytest.raises(SourceError, match=complaint):
+        ParquetReader([file], None, False).read(0, np.arange(len(lists)))
+
+
+def test_files_whose_lists_are_packed_of_other_numbers_are_refused(
+    tmp_path: Path,
+) -> None:
+    files = [
+        packed_file(tmp_path / f"{dtype}.parquet", [b"1234"], dtype)
+        for dtype in ("int32", "float32")
+    ]
+    with pytest.raises(SourceError, match="has another schema than"):
+        ParquetReader(files, None, False)
