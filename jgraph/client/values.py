@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, final
 
+import jax.numpy as jnp
 import numpy as np
 
 from jgraph._compat import is_wide, wide_types
@@ -16,11 +17,11 @@ from jgraph.client.variables import VariableDirectory, shards_of
 from jgraph.errors import ConfigError, UninitializedError, VariableMismatchError
 from jgraph.graph.ir import TaskName, VariableKey
 from jgraph.graph.tracing.trace import trace
-from jgraph.graph.variable import Variable
+from jgraph.graph.variable import Initializer, Variable
 from jgraph.plan.lowering.row_blocks import initial_value
 from jgraph.plan.placement.spread import nbytes_of
 from jgraph.plan.program.program import Program
-from jgraph.plan.program.types import value_type
+from jgraph.plan.program.types import is_key, value_type
 
 # What a task has in hand at once when variables are read or written by a client.
 _PIECE_BYTES = 16 << 20
@@ -28,6 +29,7 @@ _PIECE_BYTES = 16 << 20
 # Smaller ones are not looked at: they may be shards, but never of anything huge.
 _SMALL_BYTES = 1 << 20
 _LARGE_BYTES = 1 << 30
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 _logger = logging.getLogger(__name__)
 
@@ -70,6 +72,8 @@ class VariableValues:
             if v.init is not None and (again or v.spec.key not in stored_keys)
         ]
         self._variables.choose([v.spec for v in missing])
+        # While a value travels its task has it twice: the others come later.
+        missing.sort(key=_travels, reverse=True)
         for piece in in_pieces(missing):
             self.run_once("initialize", partial(assign_initial, piece), piece)
         self._variables.note_initialized(variables)
@@ -251,7 +255,7 @@ def assign_initial(variables: Sequence[Variable]) -> None:
         if size < _SMALL_BYTES:
             variable[...] = variable.init()
             continue
-        variable[...], largest = initial_value(variable.init)
+        variable[...], largest = initial_value(_without_copies(variable))
         if largest > _LARGE_BYTES:
             _logger.warning(
                 "the initial value of '%s' (%.1f GB) is not made row by row; its task "
@@ -260,6 +264,33 @@ def assign_initial(variables: Sequence[Variable]) -> None:
                 size / 1e9,
                 largest / 1e9,
             )
+
+
+def _travels(variable: Variable) -> bool:
+    """Whether a task is sent a large initial value."""
+    large = value_type(variable.spec.aval).nbytes >= _PIECE_BYTES
+    return large and variable.is_given and _element_of(variable) is None
+
+
+def _without_copies(variable: Variable) -> Initializer:
+    """Returns what makes a value: one of equal elements from one of them."""
+    assert variable.init is not None  # chosen by the caller
+    element = _element_of(variable) if variable.is_given else None
+    if element is None:
+        return variable.init
+    return partial(jnp.full, variable.shape, element)
+
+
+def _element_of(variable: Variable) -> Any:
+    """Returns the one that all elements of a given value are; None: they differ."""
+    assert variable.init is not None  # it is given
+    if is_key(variable.spec.aval):
+        return None
+    array = np.asarray(variable.init())
+    if not array.size or array.dtype.itemsize not in _BITS:
+        return None
+    first, bits = array.reshape(-1)[:1], _BITS[array.dtype.itemsize]
+    return None if (array.view(bits) != first.view(bits)).any() else first[0]
 
 
 def values_of(variables: Sequence[Variable]) -> list[Any]:

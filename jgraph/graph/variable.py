@@ -78,6 +78,7 @@ class Variable:
     Attributes:
       spec: name, shape, dtype and device, as graphs know them.
       init: makes the initial value, or None.
+      is_given: the initial value is an array.
 
     Raises:
       GraphError: no name, or an initial value that is none.
@@ -94,7 +95,7 @@ class Variable:
       (Variable('v/part_0', float32[3,2]), Variable('v/part_1', float32[2,2]))
     """
 
-    __slots__ = ("_is_given", "init", "spec")
+    __slots__ = ("init", "is_given", "spec")
 
     # Without this, Python would iterate by w[0], w[1], ... and JAX's indexing, which
     # clamps, would never end it.
@@ -118,7 +119,7 @@ class Variable:
                 "jg.Variable('w', jnp.zeros((3,)))"
             )
         aval, self.init = _shape_and_init(name, initial_value)
-        self._is_given = not isinstance(initial_value, tuple)
+        self.is_given = not isinstance(initial_value, tuple)
         place = current_device().merge(as_spec(device))
         shape = tuple(aval.shape)
         sharding = None
@@ -164,7 +165,7 @@ class Variable:
         spec = self.spec.shards[number]
         init = None if self.init is None else lambda *_: self._part(number)
         shard = Variable(spec.name, (spec.shape, spec.dtype, init))
-        shard.spec = spec
+        shard.spec, shard.is_given = spec, self.is_given
         return shard
 
     def with_container(self, container: str) -> "Variable":
@@ -176,7 +177,7 @@ class Variable:
     def _part(self, number: int) -> Any:
         assert self.init is not None
         assert self.spec.sharding is not None
-        if not self._is_given:
+        if not self.is_given:
             # Made and cut on the shard's task; of a large one only its rows are made.
             return self.spec.sharding.part(self.init(), number)
         with jax.ensure_compile_time_eval():

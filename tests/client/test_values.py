@@ -1,4 +1,6 @@
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,11 @@ from hypothesis import given, strategies as st
 
 from jgraph.client.cluster import connect
 from jgraph.client.session import Session
-from jgraph.client.values import in_pieces
+from jgraph.client.values import assign_initial, in_pieces
 from jgraph.errors import ConfigError, TaskLostError
+from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
+from jgraph.plan.sharding.partitioner import fixed_size_partitioner
 from tests.support.servers import Servers
 
 
@@ -40,6 +44,44 @@ def test_state_of_many_pieces_is_written_and_read_whole(session: Session) -> Non
     )
     values = session.read(variables)
     assert [values[v.name][-1] for v in variables] == list(range(8))
+
+
+def test_given_values_of_equal_elements_come_to_tasks_bit_by_bit(
+    session: Session,
+) -> None:
+    elements = 1 << 19
+    given_values: dict[str, np.ndarray[Any, Any]] = {
+        "zeros": np.zeros(elements, np.float32),
+        "negative": np.full(elements, -0.0, np.float32),
+        "nan": np.full(elements, 0x7FC00123, np.uint32).view(np.float32),
+        "bytes": np.full(4 * elements, 7, np.int8),
+        "pairs": np.full(elements, 1 + 2j, np.complex64),
+        "last": np.r_[np.zeros(elements - 1, np.float32), np.float32(-0.0)],
+    }
+    for shards in (None, fixed_size_partitioner(2)):
+        variables = [
+            Variable(
+                f"{name}{shards and 2}", value, device="/job:ps", partitioner=shards
+            )
+            for name, value in given_values.items()
+        ]
+        session.initialize(variables)
+        values = session.read(variables)
+        for variable, wanted in zip(variables, given_values.values(), strict=True):
+            found = np.asarray(values[variable.name])
+            assert found.dtype == wanted.dtype
+            assert found.tobytes() == wanted.tobytes(), variable.name
+
+
+@pytest.mark.parametrize("element", [0.0, -0.0])
+def test_only_a_given_value_whose_elements_differ_travels(element: float) -> None:
+    elements = 5 << 20
+    mixed = np.r_[np.full(elements - 1, element, np.float32), np.float32(-element)]
+    for value in (np.full(elements, element, np.float32), mixed):
+        w = Variable("w", value)
+        graph, _ = trace(partial(assign_initial, [w]), variables=[w], name="initialize")
+        nbytes = sum(np.asarray(const).nbytes for const in graph.consts)
+        assert nbytes == (value.nbytes if value is mixed else 0)
 
 
 def test_variables_of_one_name_in_two_containers_are_two(session: Session) -> None:
