@@ -102,11 +102,8 @@ LOADS: Final = (
 )
 
 
-SENDS_FUNCTIONS: Final = (
-    "jgraph/launch/spark/jobs.py",
-    "jgraph/train/spark/scoring.py",
-)
-"""Tell Spark that the modules of two functions travel to its executors with these."""
+SENDS_FUNCTIONS: Final = ("jgraph/client/spark/by_value.py",)
+"""Tells Spark that the modules of some functions travel to its executors with these."""
 
 
 def evils(code: CodeType) -> Iterator[str]:
