@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -278,6 +279,15 @@ def test_callbacks_see_reports_and_can_stop_the_run() -> None:
     assert run.model() is not None
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Hears SIGINT, which a shell has its background processes ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("heard_by", ["the process", "another thread"])
 def test_interrupt_ends_a_blocking_run_after_the_current_step(heard_by: str) -> None:
     interrupts = iter([signal.SIGINT])
