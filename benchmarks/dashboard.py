@@ -225,7 +225,9 @@ import sys, threading, httpx
 
 def read(base, token):
     shown = {"Authorization": f"Bearer {token}"}
-    with httpx.stream("GET", f"{base}api/v1/stream", headers=shown) as events:
+    url = f"{base}api/v1/stream"
+    # The dashboard stands still while steps without it are counted.
+    with httpx.stream("GET", url, headers=shown, timeout=None) as events:
         for _ in events.iter_raw():
             pass
 
