@@ -29,8 +29,8 @@ from jgraph.runtime.rendezvous import StepKey
 
 ROWS: Final = 65_536
 """Of 24 bytes, one a node and step: what a task keeps."""
-ROWS_A_SECOND: Final = 5_000
-"""More than these are not noted: at 0.5 us each they are 0.25 % of a core."""
+ROWS_A_SECOND: Final = 2_500
+"""More than these are not noted: at 1 us each they are 0.25 % of a core."""
 _LOOK_ROWS: Final = 500
 """After so many rows, a task looks how fast they come."""
 _MOST_SKIPS: Final = 63

@@ -93,8 +93,8 @@ def noted(flight: FlightRecorder, every_s: float, began_s: float) -> list[int]:
 def test_of_short_steps_so_many_are_noted_as_a_second_may_have_rows() -> None:
     flight = recorder(0, rows=100_000)
     numbers = noted(flight, 50e-6, 1.0)  # of three rows each
-    assert {later - earlier for earlier, later in pairwise(numbers)} == {16}
-    assert all(number % 16 == 0 for number in numbers)  # those that other tasks note
+    assert {later - earlier for earlier, later in pairwise(numbers)} == {32}
+    assert all(number % 32 == 0 for number in numbers)  # those that other tasks note
     assert 3 * 10 * len(numbers) <= ROWS_A_SECOND
 
 
@@ -111,4 +111,4 @@ def test_every_step_is_noted_for_who_asks_for_a_trace() -> None:
     noted(flight, 50e-6, 1.0)
     flight.note_all(until_s=5.0)
     assert len(noted(flight, 50e-6, 3.0)) == 2000
-    assert len(noted(flight, 50e-6, 5.0)) == 125
+    assert len(noted(flight, 50e-6, 5.0)) == 62
