@@ -29,6 +29,7 @@ _PIECE_BYTES = 16 << 20
 # Smaller ones are not looked at: they may be shards, but never of anything huge.
 _SMALL_BYTES = 1 << 20
 _LARGE_BYTES = 1 << 30
+_LOOK_ELEMENTS = 1 << 16
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 _logger = logging.getLogger(__name__)
@@ -269,28 +270,40 @@ def assign_initial(variables: Sequence[Variable]) -> None:
 def _travels(variable: Variable) -> bool:
     """Whether a task is sent a large initial value."""
     large = value_type(variable.spec.aval).nbytes >= _PIECE_BYTES
-    return large and variable.is_given and _element_of(variable) is None
+    if not (large and variable.is_given):
+        return False
+    assert variable.init is not None  # it is given
+    return _element_of(variable.init()) is None
 
 
 def _without_copies(variable: Variable) -> Initializer:
     """Returns what makes a value: one of equal elements from one of them."""
     assert variable.init is not None  # chosen by the caller
-    element = _element_of(variable) if variable.is_given else None
-    if element is None:
+    if not variable.is_given:
         return variable.init
+    value = variable.init()  # of a shard it is cut each time
+    element = _element_of(value)
+    if element is None:
+        return lambda: value
     return partial(jnp.full, variable.shape, element)
 
 
-def _element_of(variable: Variable) -> Any:
-    """Returns the one that all elements of a given value are; None: they differ."""
-    assert variable.init is not None  # it is given
-    if is_key(variable.spec.aval):
+def _element_of(value: Any) -> Any:
+    """Returns the one that all elements of an array are, bit by bit; None: they differ.
+
+    Most arrays differ soon: those are not read to their end.
+    """
+    if is_key(value):
         return None
-    array = np.asarray(variable.init())
+    array = np.asarray(value)
     if not array.size or array.dtype.itemsize not in _BITS:
         return None
-    first, bits = array.reshape(-1)[:1], _BITS[array.dtype.itemsize]
-    return None if (array.view(bits) != first.view(bits)).any() else first[0]
+    elements = array.reshape(-1)
+    bits = elements.view(_BITS[array.dtype.itemsize])
+    for start in range(0, bits.size, _LOOK_ELEMENTS):
+        if (bits[start : start + _LOOK_ELEMENTS] != bits[0]).any():
+            return None
+    return elements[0]
 
 
 def values_of(variables: Sequence[Variable]) -> list[Any]:

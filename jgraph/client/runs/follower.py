@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, Generic, TypeAlias, TypeVar, final
 
 from jgraph.client.connection import Connection
 from jgraph.client.runs.failover import ask_with_failover, lost_master, take_over
@@ -51,6 +51,7 @@ _SUCCEED_S: Final = 1.0
 """After so long without another master the client names the one that it misses."""
 
 Item: TypeAlias = LoopReport | Question
+T = TypeVar("T")
 
 
 @final
@@ -72,14 +73,14 @@ class Owner:
 
 
 @final
-class Inbox:
+class Inbox(Generic[T]):
     """What came of a run and was not taken; from any thread.
 
     Urgent items come first, but only one of them overtakes another item: else nobody
     would hear how far a run is that is saved again and again.
 
     Example:
-      >>> inbox = Inbox()
+      >>> inbox = Inbox[int]()
       >>> for n, urgent in (1, False), (2, False), (3, True):
       ...     inbox.put(n, urgent=urgent)
       >>> taken = iter(inbox)
@@ -90,13 +91,13 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._items: deque[tuple[Any, bool]] = deque()
+        self._items: deque[tuple[T, bool]] = deque()
         self._overtaken = 0  # so many of the first items, each once
         self._news = threading.Condition()
         self._error: BaseException | None = None
         self._is_over = False
 
-    def put(self, item: Any, *, urgent: bool = False) -> None:
+    def put(self, item: T, *, urgent: bool = False) -> None:
         """Adds an item."""
         with self._news:
             place = self._overtaken if urgent else len(self._items)
@@ -109,7 +110,7 @@ class Inbox:
             self._error, self._is_over = error, True
             self._news.notify()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         while True:
             with self._news:
                 self._news.wait_for(lambda: self._items or self._is_over)
@@ -155,8 +156,8 @@ class RunFollower:
         self._lost_replicas = set[int]()
         self._question_numbers = set[int]()
         self._waits = threading.Event()  # set: what was waited for is there
-        self._inbox = Inbox()
-        self._items: Iterator[Item] = iter(self._inbox)
+        self._inbox = Inbox[Item]()
+        self._items = iter(self._inbox)
         self._thread = threading.Thread(
             target=self._follow, name="jgraph-follow", daemon=True
         )

@@ -127,10 +127,9 @@ class JournalReplay:
                 record.begins(order, order.began_s)
             case "loop_report" if body.HasField("restored"):
                 self._go_back(body)
-            case "loop_report" if body.rescaled.why:
-                record.again(entry)
             case "loop_report" if body.HasField("rescaled"):
-                self._supervisor.rescaler.switch_as(body.rescaled)
+                if not body.rescaled.why:  # else it was given up
+                    self._supervisor.rescaler.switch_as(body.rescaled)
                 record.again(entry)
             case "loop_report" if body.HasField("homes"):
                 record.note(entry)

@@ -4,11 +4,11 @@ from jgraph.client.runs.follower import Inbox
 
 
 def test_a_run_that_is_saved_again_and_again_still_tells_how_far_it_is() -> None:
-    inbox = Inbox()
+    inbox = Inbox[int | str]()
     for report in range(20):
         inbox.put(report)
     inbox.put("halted", urgent=True)
-    reports = list[int]()
+    reports = list[int | str]()
     for item in inbox:
         if item == "halted":  # the loops halt again while the run is being saved
             inbox.put(len(reports) + 20)
@@ -21,7 +21,7 @@ def test_a_run_that_is_saved_again_and_again_still_tells_how_far_it_is() -> None
 
 
 def test_loops_that_stand_still_wait_for_no_report() -> None:
-    inbox = Inbox()
+    inbox = Inbox[int | str]()
     for report in range(20):
         inbox.put(report)
     inbox.put("halted", urgent=True)

@@ -34,7 +34,9 @@ def frames(cluster: jg.LocalCluster) -> tuple[int, int]:
 
 @pytest.mark.procs
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity here")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="this system ties no process to a core"
+)
 def test_an_asynchronous_step_takes_one_frame_each_way_where_tasks_share_a_core() -> (
     None
 ):

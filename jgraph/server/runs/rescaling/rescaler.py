@@ -401,19 +401,23 @@ class RunRescaler:
             self._note_given_up(attempt, why)
 
     def _note_given_up(self, attempt: _Attempt, why: str) -> None:
-        now = self._clock.now()
         self._given_up += 1
-        given_up = pb.RunRescaled(
-            number=(self._record.term << _TERM_SHIFT) + self._given_up,
+        given_up = self._measured(attempt)
+        given_up.number = (self._record.term << _TERM_SHIFT) + self._given_up
+        given_up.why = why
+        self._record.give_up_rescale(given_up)
+        self._note(given_up, logging.WARNING)
+
+    def _measured(self, attempt: _Attempt) -> pb.RunRescaled:
+        """Returns what an attempt has taken until now."""
+        now = self._clock.now()
+        return pb.RunRescaled(
             before=self._order.ps.now,
             ps=attempt.ps,
             nbytes=attempt.sent_bytes,
             seconds=now - attempt.began_s,
             paused_s=now - attempt.rested_s if attempt.rested_s else 0.0,
-            why=why,
         )
-        self._record.give_up_rescale(given_up)
-        self._note(given_up, logging.WARNING)
 
     def _note(self, rescaled: pb.RunRescaled, level: int = logging.INFO) -> None:
         text = (
@@ -469,19 +473,12 @@ class RunRescaler:
     async def _switch(self) -> None:
         attempt = self._attempt
         assert attempt is not None
-        now = self._clock.now()
         self.number += 1
-        switch = pb.RunRescaled(
-            number=self.number,
-            before=self._order.ps.now,
-            ps=attempt.ps,
-            nbytes=attempt.sent_bytes,
-            seconds=now - attempt.began_s,
-            paused_s=now - attempt.rested_s,
-            handles=attempt.handles,
-            copies=[] if attempt.copies is None else attempt.copies.streams,
-            step=first_step_of(self._order) + self._record.row().steps,
-        )
+        switch = self._measured(attempt)
+        switch.number = self.number
+        switch.handles.update(attempt.handles)
+        switch.copies.extend([] if attempt.copies is None else attempt.copies.streams)
+        switch.step = first_step_of(self._order) + self._record.row().steps
         attempt.copies = None if attempt.copies is None else self._kept_so_far()
         self._apply(switch)
         await self._losses_learn(attempt.ps)
