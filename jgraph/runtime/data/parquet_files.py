@@ -28,7 +28,7 @@ KEPT_BYTES: Final = 64 << 20
 """Of decoded row groups that a reader keeps in memory, those that were read last."""
 _RECENT: Final = 4
 """Row groups that are kept of files that are larger than that: another lease may share
-them, and memory that is used again costs a fifth of what is new to the process."""
+them, and memory that is used again costs less than what is new to the process."""
 _DECODED: Final = 2
 """A row group that was decoded so often is written to a file the next time."""
 
