@@ -28,10 +28,11 @@ from benchmarks.null_step import MODES, NullStep, NullSync
 from benchmarks.straggler import training
 from jgraph.client.placement.measuring import measure as measured_model
 from jgraph.cluster.transport_choice import TransportChoice
-from jgraph.coordination.sync.aggregation import contributions
+from jgraph.coordination.sync.aggregation import Contributed
 from jgraph.graph.ir import TaskName
 from jgraph.plan.auto.cost_model import Link, TaskSpeed
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.server.gates.step_columns import columns_of, steps_of
 from jgraph.testing import Computing, Costs, dense_step, load_costs, simulate
 from jgraph.testing.scale.costs import save_costs
 from jgraph.testing.scale.simulate import Mode
@@ -134,14 +135,10 @@ def step_id_s() -> float:
     count, ps = 1000, TaskName("/job:ps/task:1")
 
     def once() -> None:
-        each = [
-            pb.Contribution(step=pb.StepId(handle=f"w{n}", step_id=7), slot=n)
-            for n in range(count)
-        ]
-        sent = pb.Contributions(contributions=each).SerializeToString()
-        told = pb.Contributions.FromString(sent).contributions
-        news = [((c.step.handle, c.step.step_id), c.version, c.slot) for c in told]
-        (event,) = contributions(ps, news)
+        steps = tuple((f"w{n}", 7) for n in range(count))
+        told = pb.Contributions(steps=columns_of(steps), slots=range(count))
+        there = pb.Contributions.FromString(told.SerializeToString())
+        event = Contributed(ps, steps_of(there.steps), 0, tuple(there.slots))
         assert len(set(event.steps)) == count
 
     return measure.micros(once, 50) / count / 1e6 / 2  # of each side a half

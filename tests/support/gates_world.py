@@ -153,16 +153,17 @@ class World:
         me = f"ps{shard}"
         for instruction in self.gates[shard].handle(event):
             match instruction:
-                case LetIn(step):
-                    self.post(me, step[0], partial(self.enter, step, shard))
+                case LetIn(steps):
+                    for step in steps:
+                        self.post(me, step[0], partial(self.enter, step, shard))
                 case Refuse(step, _):
                     self.replicas[step[0]].over = True
                 case Keep(step):
                     self.kept[shard].add(step)
                 case Drop(step):
                     self.kept[shard].discard(step)
-                case Tell(step, version, slot):
-                    event_ = Contributed(self.names[shard], (step,), version, (slot,))
+                case Tell(steps, version, slots):
+                    event_ = Contributed(self.names[shard], steps, version, slots)
                     self.post(me, "arbiter", partial(self.tell, event_))
                 case TellLater():
                     self.post(me, f"{me}'s timer", partial(self.gate, shard, TellDue()))

@@ -24,7 +24,6 @@ for each variable alone, so that one step may mix sets of replicas.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TypeAlias, final
 
 from jgraph.coordination.data.slots import Lease
@@ -239,23 +238,6 @@ class GiveUpSum:
 Instruction: TypeAlias = (
     Decide | Void | DealData | Halt | End | BeginSum | SumSays | GiveUpSum
 )
-
-
-def contributions(
-    shard: TaskName, news: Iterable[tuple[Step, int, int]]
-) -> list[Contributed]:
-    """Returns the events of what a ps tells: steps with their versions and slots.
-
-    Example:
-      >>> news = [(("a", 1), 5, 0), (("b", 1), 5, 1), (("a", 2), 6, 2)]
-      >>> [(e.version, e.slots) for e in contributions(TaskName("ps"), news)]
-      [(5, (0, 1)), (6, (2,))]
-    """
-    events = []
-    for version, some in groupby(news, key=lambda one: one[1]):
-        steps, _, slots = zip(*some, strict=True)
-        events.append(Contributed(shard, steps, version, slots))
-    return events
 
 
 @final

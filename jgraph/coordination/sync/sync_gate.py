@@ -92,9 +92,9 @@ Event: TypeAlias = (
 @final
 @dataclass(frozen=True, slots=True)
 class LetIn:
-    """Let the step read now."""
+    """Let these steps read now."""
 
-    step: Step
+    steps: tuple[Step, ...]
 
 
 @final
@@ -125,11 +125,11 @@ class Drop:
 @final
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Tell the arbiter that the step, let in at ``version``, has contributed."""
+    """Tell the arbiter that steps, let in at ``version``, contributed for slots."""
 
-    step: Step
+    steps: tuple[Step, ...]
     version: int
-    slot: int
+    slots: tuple[int, ...]
 
 
 @final
@@ -161,9 +161,9 @@ class SyncGate:
     Example:
       >>> gate = SyncGate(version=3)
       >>> gate.handle(StepAsked(("w0", 1)))
-      [LetIn(step=('w0', 1))]
+      [LetIn(steps=(('w0', 1),))]
       >>> gate.handle(ContributionCame(("w0", 1), slot=8))
-      [Keep(step=('w0', 1)), Tell(step=('w0', 1), version=3, slot=8)]
+      [Keep(step=('w0', 1)), Tell(steps=(('w0', 1),), version=3, slots=(8,))]
       >>> gate.handle(StepAsked(("w0", 2)))  # until version 4
       []
     """
@@ -177,7 +177,7 @@ class SyncGate:
         self._contributed: dict[str, int] = {}
         # Of this version: what is kept, and what of it is untold.
         self._steps_taken: set[Step] = set()
-        self._untold: list[Tell] = []
+        self._untold: dict[Step, int] = {}  # with their slots
         self._enough: int | None = None  # before the first decision
         self._tell_s = TELL_S
         self._computing: set[Step] = set()  # let in, and nothing came yet
@@ -208,7 +208,7 @@ class SyncGate:
                 untold = self._flush()
                 if untold:  # the others are slow: who are late may wait as long again
                     self._tell_s = min(2 * self._tell_s, _MOST_S)
-                return [*untold]
+                return untold
             case Closed(error):
                 return self._close(error)
 
@@ -232,9 +232,11 @@ class SyncGate:
         return self._contributed.get(step[0], -1) < self.version
 
     def _let_in(self, steps: list[Step]) -> list[Instruction]:
+        if not steps:
+            return []
         self._inside.update(dict.fromkeys(steps, self.version))
         self._computing.update(steps)
-        return [LetIn(step) for step in steps]
+        return [LetIn(tuple(steps))]
 
     def _take(self, step: Step, slot: int) -> list[Instruction]:
         version = self._inside.get(step)
@@ -244,11 +246,10 @@ class SyncGate:
         self._computing.discard(step)
         if self._closed is not None:
             return []  # nobody decides any more
-        news = Tell(step, version, slot)
         if version < self.version or self._deciding:
-            return [news]
+            return [Tell((step,), version, (slot,))]
         self._steps_taken.add(step)
-        self._untold.append(news)
+        self._untold[step] = slot
         if self._is_enough():
             return [Keep(step), *self._flush()]
         if len(self._untold) > 1:
@@ -274,7 +275,9 @@ class SyncGate:
         waiting, self._waiting = self._waiting, {}
         return [Refuse(step, error) for step in waiting]
 
-    def _flush(self) -> list[Tell]:
-        """Returns all that was not told yet."""
-        untold, self._untold = self._untold, []
-        return untold
+    def _flush(self) -> list[Instruction]:
+        """Tells all that was not told yet."""
+        untold, self._untold = self._untold, {}
+        if not untold:
+            return []
+        return [Tell(tuple(untold), self.version, tuple(untold.values()))]

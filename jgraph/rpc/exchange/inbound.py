@@ -102,7 +102,8 @@ class Inbound:
                 "the loss reported",
                 task=task,
             )
-        sender.stream = replace(sender.stream, may_jump=False)
+        # A stream that broke before its first frame came may still jump.
+        sender.stream = replace(sender.stream)
         return sender.stream
 
     def _refuse_retired(

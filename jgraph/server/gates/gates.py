@@ -2,13 +2,13 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias, final
 
 from jgraph.clock import Clock, SystemClock
 from jgraph.coordination.sync.admission import Admission, LetIn, StepAsked, StepEnded
-from jgraph.coordination.sync.aggregation import Contributed, contributions
+from jgraph.coordination.sync.aggregation import Contributed
 from jgraph.coordination.sync.sync_gate import Tell
 from jgraph.errors import JGError, MalformedMessageError, TaskLostError
 from jgraph.graph.ir import TaskName
@@ -19,6 +19,7 @@ from jgraph.rpc.transport import Transport
 from jgraph.runtime.gate import Gate
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.server.gates.stale_gate import StaleGate
+from jgraph.server.gates.step_columns import check_lengths, columns_of, steps_of
 from jgraph.server.gates.sync_gate import CallLater, SyncGateShell, Timer
 from jgraph.server.gates.waits import Waits
 
@@ -176,7 +177,11 @@ class Gates:
                 self._post(peer, pb.GateEvent(gate=name, closed=to_status(error)))
 
     def received(self, src: TaskName, event: pb.GateEvent) -> None:
-        """Takes a message from a gate, or from the arbiter of this one."""
+        """Takes a message from a gate, or from the arbiter of this one.
+
+        Raises:
+          MalformedMessageError: its columns have different lengths.
+        """
         # A gate is opened by calls of a master, which may overtake these messages.
         if event.opening == self._openings.get(event.gate):
             self._take(src, event)
@@ -185,13 +190,14 @@ class Gates:
         name, gate = event.gate, self._opened.get(event.gate)
         match event.WhichOneof("kind"), gate:
             case "contributed", _:
-                each = event.contributed.contributions
-                news = [(_step(one.step), one.version, one.slot) for one in each]
-                self._hear(name, src, news)
+                body = event.contributed
+                steps, slots = steps_of(body.steps), tuple(body.slots)
+                check_lengths(steps, slots)
+                self._hear(name, Contributed(src, steps, body.version, slots))
             case "ended", _:
                 self._ended(name, _step(event.ended), src)
             case "decided", SyncGateShell():
-                gate.decided(tuple(map(_step, event.decided.steps)))
+                gate.decided(steps_of(event.decided))
             case "voided", SyncGateShell():
                 gate.voided(_step(event.voided))
             case "closed", SyncGateShell() if src == self._shards[name][0]:
@@ -224,8 +230,8 @@ class Gates:
 
     def decide(self, name: str, steps: tuple[StepKey, ...]) -> None:
         """Tells every gate what is averaged next."""
-        body = pb.Steps(steps=map(_step_id, steps))
-        self._tell_all(name, pb.GateEvent(gate=name, decided=body))
+        event = pb.GateEvent(gate=name, decided=columns_of(steps))
+        self._tell_all(name, event)
 
     def void(self, name: str, step: StepKey) -> None:
         """Tells every gate that a contribution cannot be used."""
@@ -236,27 +242,22 @@ class Gates:
         self._arbiters.pop(name, None)
         self._tell_all(name, pb.GateEvent(gate=name, closed=to_status(error)))
 
-    def _contributed(self, name: str, news: Sequence[Tell]) -> None:
+    def _contributed(self, name: str, news: Tell) -> None:
         arbiter_task = self._shards[name][0]
         if arbiter_task == self._task:
-            own = [(t.step, t.version, t.slot) for t in news]
-            self._hear(name, self._task, own)
+            own = Contributed(self._task, news.steps, news.version, news.slots)
+            self._hear(name, own)
             return
-        each = [
-            pb.Contribution(step=_step_id(t.step), version=t.version, slot=t.slot)
-            for t in news
-        ]
-        body = pb.Contributions(contributions=each)
+        body = pb.Contributions(
+            steps=columns_of(news.steps), version=news.version, slots=news.slots
+        )
         self._post(arbiter_task, pb.GateEvent(gate=name, contributed=body))
 
-    def _hear(
-        self, name: str, shard: TaskName, news: Iterable[tuple[StepKey, int, int]]
-    ) -> None:
-        for event in contributions(shard, news):
-            if name in self._arbiters:
-                self._arbiters[name].take(event)
-            else:
-                self._unheard[name].append(event)
+    def _hear(self, name: str, event: Contributed) -> None:
+        if name in self._arbiters:
+            self._arbiters[name].take(event)
+        else:
+            self._unheard[name].append(event)
 
     # ------------------------------------------------------------ bounded staleness
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import groupby
 from typing import Protocol, TypeAlias, final
 
 from jgraph.clock import SystemClock
@@ -57,7 +56,7 @@ class SyncGateShell:
     def __init__(
         self,
         version: int,
-        tell: Callable[[Sequence[Tell]], None],
+        tell: Callable[[Tell], None],
         call_later: CallLater,
         waits: Waits | None = None,
     ) -> None:
@@ -152,19 +151,15 @@ class SyncGateShell:
             self._timer.cancel()
 
     def _handle(self, event: Event) -> None:
-        instructions = self._machine.handle(event)
-        for is_news, some in groupby(instructions, lambda said: isinstance(said, Tell)):
-            if is_news:
-                self._tell([said for said in some if isinstance(said, Tell)])
-                continue
-            for instruction in some:
-                self._perform(instruction)
+        for instruction in self._machine.handle(event):
+            self._perform(instruction)
 
     def _perform(self, instruction: Instruction) -> None:
         match instruction:
-            case LetIn(step):
-                self.waits.end(step)
-                self._asking.pop(step)[0]()
+            case LetIn(steps):
+                for step in steps:
+                    self.waits.end(step)
+                    self._asking.pop(step)[0]()
             case Refuse(step, error):
                 self.waits.end(step)
                 self._asking.pop(step)[1](error)
@@ -172,6 +167,8 @@ class SyncGateShell:
                 self._contributions[step] = self._new
             case Drop(step):
                 self._contributions.pop(step, None)
+            case Tell():
+                self._tell(instruction)
             case TellLater(after_s):
                 self._end_timer()
                 due = partial(self._handle, TellDue())

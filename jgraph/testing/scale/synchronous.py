@@ -8,7 +8,7 @@ from typing import Final, final
 from jgraph.coordination.data.slots import Lease, Part, SlotPlan
 from jgraph.coordination.data.sync_data import ROUNDS, SyncData
 from jgraph.coordination.sync import aggregation, sync_gate
-from jgraph.coordination.sync.aggregation import Arbiter, DataAsked, contributions
+from jgraph.coordination.sync.aggregation import Arbiter, Contributed, DataAsked
 from jgraph.coordination.sync.sync_gate import SyncGate, Tell
 from jgraph.errors import RunOverError
 from jgraph.testing.scale.cluster import (
@@ -139,7 +139,7 @@ class SynchronousRun:
     # ------------------------------------------------------------ gates
 
     def _gate(self, group: PsGroup, *events: sync_gate.Event) -> None:
-        gate, instructions = self._gates[group], []
+        gate, sets = self._gates[group], list[Tell]()
         began = time.process_time() if group is self._cluster.leader else 0.0
         said = [i for event in events for i in gate.handle(event)]
         if group is self._cluster.leader:
@@ -147,9 +147,10 @@ class SynchronousRun:
         for instruction in said:
             match instruction:
                 case Tell():
-                    instructions.append(instruction)
-                case sync_gate.LetIn(step):
-                    self._let_in(group, step)
+                    sets.append(instruction)
+                case sync_gate.LetIn(steps):
+                    for step in steps:
+                        self._let_in(group, step)
                 case sync_gate.TellLater(after_s):
                     due = partial(self._gate, group, sync_gate.TellDue())
                     self._cluster.sim.later(after_s, due)
@@ -159,18 +160,20 @@ class SynchronousRun:
                     self._apply(group)
                 case _:
                     pass
-        if instructions:
-            self._tell(group, instructions)
+        for one in sets:
+            self._tell(group, one)
 
-    def _tell(self, group: PsGroup, instructions: list[Tell]) -> None:
-        news = [(t.step, t.version, t.slot) for t in instructions]
-        events = [e for member in group.members for e in contributions(member, news)]
+    def _tell(self, group: PsGroup, news: Tell) -> None:
+        events = [
+            Contributed(member, news.steps, news.version, news.slots)
+            for member in group.members
+        ]
         is_leader = group is self._cluster.leader
         frames = 0 if is_leader else group.weight
-        own = len(instructions) if is_leader else 0
+        own = len(news.steps) if is_leader else 0
         self.frames += frames
         decision = partial(self._decide, *events)
-        self._at_leader(frames, own, decision, ids=frames * len(instructions))
+        self._at_leader(frames, own, decision, ids=frames * len(news.steps))
 
     def _apply(self, group: PsGroup) -> None:
         costs = self._costs

@@ -98,6 +98,16 @@ def test_resumed_stream_may_not_jump() -> None:
         inbound.accept(inbound.resume(PS, 1), 3)
 
 
+def test_a_stream_that_broke_before_its_first_frame_may_still_jump() -> None:
+    """Its sender numbered frames for those who were there before."""
+    inbound = Inbound()
+    inbound.connect(PS, 1)
+    again = inbound.resume(PS, 1)
+    assert inbound.accept(again, 263)
+    with pytest.raises(MalformedMessageError):
+        inbound.accept(inbound.resume(PS, 1), 265)
+
+
 def test_stream_is_resumed_before_its_receiver_noticed_that_it_broke() -> None:
     inbound = Inbound()
     first, _ = inbound.connect(PS, 1)

@@ -126,7 +126,7 @@ def test_a_ps_tells_who_decides_of_all_contributions_in_one_frame() -> None:
         gate.decided(tuple(steps))
         assert len(gate.chosen()) == len(steps)
         gate.applied()
-        return [len(event.contributed.contributions) for event in posted]
+        return [len(event.contributed.slots) for event in posted]
 
     assert asyncio.run(update(0)) == [1] * 50
     assert asyncio.run(update(1)) == [50]

@@ -106,8 +106,14 @@ class Leader:
 
     # ------------------------------------------------------------ what happens
 
-    def contributed(self, src: TaskName, step: Step, version: int, slot: int) -> None:
-        self.take(aggregation.Contributed(src, (step,), version, (slot,)))
+    def contributed(
+        self,
+        src: TaskName,
+        steps: tuple[Step, ...],
+        version: int,
+        slots: tuple[int, ...],
+    ) -> None:
+        self.take(aggregation.Contributed(src, steps, version, slots))
 
     def applied(self, version: int) -> None:
         """One ps has applied an update."""

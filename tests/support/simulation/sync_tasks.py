@@ -212,13 +212,19 @@ class GatedShard:
         dealt = () if leader is None else leader.deal(handle, batches, idle=idle)
         self.send(src, ("deal", loop, number, dealt))
 
-    def hear(self, src: TaskName, step: Step, version: int, slot: int) -> None:
-        """A ps has a contribution: tells the arbiter, as soon as that is there."""
+    def hear(
+        self,
+        src: TaskName,
+        steps: tuple[Step, ...],
+        version: int,
+        slots: tuple[int, ...],
+    ) -> None:
+        """A ps has contributions: tells the arbiter, as soon as that is there."""
         leader = self.leader
         if leader is None or leader.is_over:
-            self.unheard.append((src, step, version, slot))
+            self.unheard.append((src, steps, version, slots))
         else:
-            leader.contributed(src, step, version, slot)
+            leader.contributed(src, steps, version, slots)
 
     def contribute(
         self, src: TaskName, step: Step, batch: int, versions: tuple[int, ...]
@@ -236,10 +242,11 @@ class GatedShard:
     def take(self, event: sync_gate.Event) -> None:
         for instruction in self.gate.handle(event):
             match instruction:
-                case sync_gate.LetIn(step):
-                    loop, number = of_loop(step)
-                    value = ("value", loop, self.life, number, self.gate.version)
-                    self.send(self.readers.pop(step), value)
+                case sync_gate.LetIn(steps):
+                    for step in steps:
+                        loop, number = of_loop(step)
+                        value = ("value", loop, self.life, number, self.gate.version)
+                        self.send(self.readers.pop(step), value)
                 case sync_gate.Refuse(step, error):
                     loop, number = of_loop(step)
                     lost = str(error.details.get("task", ""))
@@ -249,8 +256,8 @@ class GatedShard:
                     self.kept[step] = self.came
                 case sync_gate.Drop(step):
                     self.kept.pop(step, None)
-                case sync_gate.Tell(step, version, slot):
-                    told = self.said("contributed", step, version, slot)
+                case sync_gate.Tell(steps, version, slots):
+                    told = self.said("contributed", steps, version, slots)
                     self.tell(self.world.deciding, told)
                 case sync_gate.TellLater(after_s):
                     self.world.sim.later(after_s, partial(self.due, self.gate))
