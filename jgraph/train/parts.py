@@ -290,10 +290,14 @@ class TrainerBuild:
             refuse_tables(adapter.tables, _travels_by_rows(why))
             sparse = "off"
         if isinstance(config.strategy, LocalSGD | Federated):
-            kind = type(config.strategy).__name__
-            why = f"{kind} reads all parameters at the begin of a round"
-            refuse_tables(adapter.tables, _travels_by_rows(why))
-            local, sparse = config.strategy.rule(config.tx), "off"
+            if isinstance(config.strategy, Federated):
+                why = "Federated reads all parameters at the begin of a round"
+                refuse_tables(adapter.tables, _travels_by_rows(why))
+                sparse = "off"
+            elif config.strategy.inner_state == "average":
+                why = "inner_state='average' is of the state of all its rows"
+                refuse_tables(adapter.tables, _travels_by_rows(why))
+            local = config.strategy.rule(config.tx)
             tx = config.strategy.outer_optimizer
         tables = partial(tables_in, adapter, data, sparse)
         if config.cluster is not None:

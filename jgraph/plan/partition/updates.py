@@ -82,12 +82,14 @@ def lost_updates(flow: Flow, task: Mapping[int, TaskName]) -> list[str]:
     found: dict[tuple[TaskName, TaskName], tuple[list[str], str]] = {}
     for variable, write in writes.items():
         home = task[write.index]
-        between = next(
+        elsewhere = (
             op
             for op in flow.ops.values()
             if anywhere.get(op.index, 0) >> variable & 1
             and task.get(op.index, home) != home
         )
+        if (between := next(elsewhere, None)) is None:
+            continue  # rows move on their own task, as those that only one step has
         line = _compat.user_line(between.equation)
         first = f"'{between.equation.primitive}' at {line}"
         names, _ = found.setdefault((home, task[between.index]), ([], first))

@@ -1,9 +1,10 @@
 """Local SGD steps: what a worker computes alone between two updates of the model.
 
-A worker reads the parameters once, takes some steps of its own optimizer on batches one
-after the other, and contributes how far it came: the parameters that it read less those
-that it has. To the ps that is a gradient like any other. The state of its optimizer is
-the worker's own, and stays there from one round to the next.
+A worker reads the parameters once, of a table the rows that it needs, takes some steps
+of its own optimizer on batches one after the other, and contributes how far it came:
+the parameters that it read less those that it has. To the ps that is a gradient like
+any other. The state of its optimizer is the worker's own, and stays there from one
+round to the next.
 
 Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from
 Decentralized Data", 2017 (FedAvg); Douillard et al., "DiLoCo: Distributed Low-
@@ -12,6 +13,7 @@ Communication Training of Language Models", 2023.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any, Final, Literal, TypeAlias, final, get_args
 
 import jax
@@ -23,8 +25,16 @@ from jgraph.graph.variable import Variable
 from jgraph.plan.program.replicas import own_state
 from jgraph.train.model.metrics import LOCAL_STEPS
 from jgraph.train.model.optimizer import CalledOptimizer, Optimizer
-from jgraph.train.model.trees import Tree, path_of
-from jgraph.train.tables.row_step import Computed
+from jgraph.train.model.trees import Tree, group_with_parameters, path_of
+from jgraph.train.tables.local_rows import (
+    RoundRows,
+    StoredRows,
+    check_kept,
+    round_rows,
+    why_whole,
+)
+from jgraph.train.tables.row_step import Computed, Rows, RowStep, Sparse
+from jgraph.train.tables.row_tables import RowTables
 
 InnerState: TypeAlias = Literal["keep", "average", "reset"]
 """What becomes of the state of a worker's own optimizer after a round."""
@@ -85,23 +95,80 @@ class LocalSteps:
         """Steps of a round, at most; 0: a batch says how many."""
         self.variables: tuple[Variable, ...] = ()
         """Those of the worker that the step is planned for; the last counts rounds."""
+        self._params, self._container = params, container
+        self._slots: tuple[tuple[str, str, Any], ...] = ()
+        if rule.inner_state != "average":
+            self._slots = self._state_of(params)
         if rule.inner_state == "keep":
-            self.variables = self._kept(params, container)
+            self.variables = self._kept()
 
-    def _kept(self, params: Tree, container: str) -> tuple[Variable, ...]:
-        state = jax.eval_shape(self.tx.init, params)
-        leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-        types = [("/".join(path_of(path)), leaf) for path, leaf in leaves]
-        types.append((_ROUNDS, jax.ShapeDtypeStruct((), jnp.int32)))
+    def _state_of(self, params: Tree) -> tuple[tuple[str, str, Any], ...]:
+        """Returns of each leaf of the optimizer's state name, parameter and type."""
+        tree = {"opt": jax.eval_shape(self.tx.init, params), "params": params}
+        leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+        paths = [path_of(path) for path, _ in leaves]
         return tuple(
-            Variable(
-                own_state(name),
-                (leaf.shape, leaf.dtype, jnp.zeros),
-                device="/job:worker/task:0",
-                container=container,
+            ("/".join(path[1:]), group, leaf)
+            for path, group, (_, leaf) in zip(
+                paths, group_with_parameters(paths), leaves, strict=True
             )
-            for name, leaf in types
+            if path[0] == "opt"
         )
+
+    def _kept(self) -> tuple[Variable, ...]:
+        types = [(name, leaf.shape, leaf.dtype) for name, _, leaf in self._slots]
+        return tuple(self._own(*each) for each in [*types, (_ROUNDS, (), jnp.int32)])
+
+    def _own(self, name: str, shape: tuple[int, ...], dtype: Any) -> Variable:
+        """Returns a variable of a worker, zeros at first."""
+        return Variable(
+            own_state(name),
+            (shape, dtype, jnp.zeros),
+            device="/job:worker/task:0",
+            container=self._container,
+        )
+
+    def whole(self, tables: RowTables, sparse: Sparse) -> dict[str, str]:
+        """Returns why tables travel whole in a round, by name: those that have to.
+
+        Args:
+          tables: that are looked up by rows.
+          sparse: as for ``Trainer``.
+
+        Raises:
+          ConfigError: a hash table would have to.
+        """
+        found = tables.tables
+        if self.is_averaged:
+            why = "inner_state='average' is of the state of all its rows"
+            return {table.name: why for table in found}
+        slots = {name: (group, leaf.shape) for name, group, leaf in self._slots}
+        slots = {
+            name: (group, shape)
+            for name, (group, shape) in slots.items()
+            if group in {table.name for table in found}
+        }
+        if self.rule.inner_state == "keep":
+            check_kept(found, slots)
+        numbers = {table.name: table.number for table in found}
+        owners = [numbers.get(group) for _, group, _ in self._slots]
+        try:
+            return why_whole(found, self.tx, self._params, slots, owners, sparse)
+        except Exception as error:  # noqa: BLE001  # of the user's optimizer
+            reason = shorten(str(error), 100, placeholder=" …")
+            why = f"the workers' optimizer fails on rows of it: {reason}"
+            return {table.name: why for table in found}
+
+    def known_rows(self, by_rows: RowStep | None) -> dict[str, Variable]:
+        """Returns, by table, which rows a worker keeps state of the optimizer for."""
+        if by_rows is None or self.rule.inner_state != "keep":
+            return {}
+        groups = {group for _, group, _ in self._slots}
+        return {
+            table.name: self._own(f"{_ROUNDS}/{table.name}", (table.rows,), jnp.int32)
+            for table in by_rows.tables.tables
+            if table.name in groups
+        }
 
     @property
     def is_averaged(self) -> bool:
@@ -136,31 +203,42 @@ class LocalSteps:
     def computed(
         self,
         loss: Callable[..., Any],
-        now: Tree,
+        read: Callable[[Mapping[str, Rows]], Tree],
         round_batch: Any,
         step: Any,
         replica: Any,
         steps: Any = None,
+        by_rows: RowStep | None = None,
     ) -> Computed:
         """Returns what a round comes to; called inside a graph.
 
         Args:
           loss: as ``Adapter.loss``.
-          now: has the parameters and the model's state.
+          read: gives the parameters and the model's state; of some tables rows.
           round_batch: the batches of all steps, one after the other; of a client what
             a ``RoundReader`` reads.
           step: number of the round, int32.
           replica: number of the worker, int32.
           steps: how many to take, int32; None: as many as a round has at most.
+          by_rows: the tables of which rows travel; None: none.
         """
         with device("/job:worker"):
             batches, count, examples = self._batches(round_batch)
+            rows = None
+            if by_rows is not None:
+                seeds = step * count + jnp.arange(count, dtype=jnp.int32)
+                rows = round_rows(by_rows, batches, replica, seeds)
+        now = read({} if rows is None else rows.by_name)
+        with device("/job:worker"):
             if self.rule.epochs:
                 steps = round_batch["round"]["steps"][0]
+            positions = [] if rows is None else list(rows.positions)
 
-            def take(carry: Any, batch: Any) -> Any:
+            def take(carry: Any, inputs: Any) -> Any:
                 params, opt, state, seed = carry
-                compute = jax.value_and_grad(loss, has_aux=True)
+                batch, places = inputs
+                step_loss = loss if rows is None else rows.loss(places)
+                compute = jax.value_and_grad(step_loss, has_aux=True)
                 (value, (metrics, state)), grads = compute(
                     params, state, batch, (replica, seed)
                 )
@@ -171,23 +249,40 @@ class LocalSteps:
                 params = optax.apply_updates(params, updates)
                 return (params, opt, state, seed + 1), (value, metrics)
 
-            begin = self._begin(now)
+            stored = self._stored(by_rows, rows)
+            begin = self._begin(now, stored)
+            inputs = batches, positions
             carry = now["params"], begin, now["state"], step * count
             if steps is None:
-                carry, (losses, metrics) = jax.lax.scan(take, carry, batches)
+                carry, (losses, metrics) = jax.lax.scan(take, carry, inputs)
                 value, metrics = losses.mean(), jax.tree.map(_over_steps, metrics)
             else:
-                carry, value, metrics = _some(take, carry, batches, steps)
+                carry, value, metrics = _some(take, carry, inputs, steps)
                 metrics = {**metrics, LOCAL_STEPS: steps}
             params, opt, state, _ = carry
-            self._keep(opt)
+            self._keep(opt, stored)
             weight = None
             if self.rule.weighs and steps is not None:
                 by_steps = steps.astype(jnp.float32) / count
                 weight = by_steps if examples is None else examples
             way = jax.tree.map(lambda old, new: old - new, now["params"], params)
             averaged = opt if self.is_averaged else None
-            return Computed(value, metrics, state, way, {}, _no_loss, weight, averaged)
+            used = {} if rows is None else rows.by_name
+            return Computed(
+                *(value, metrics, state, way, used, _no_loss, weight, averaged)
+            )
+
+    def _stored(
+        self, by_rows: RowStep | None, rows: RoundRows | None
+    ) -> dict[str, StoredRows]:
+        """Returns, by table, the rows of the optimizer's state that are kept."""
+        if rows is None:
+            return {}
+        known = self.known_rows(by_rows)
+        return {
+            name: StoredRows(variable, rows.by_name[name])
+            for name, variable in known.items()
+        }
 
     def _batches(self, round_batch: Any) -> tuple[Any, int, Any]:
         """Returns the batches of a round, how many, and the examples of its client."""
@@ -204,7 +299,7 @@ class LocalSteps:
             return dict(metrics)
         return {**metrics, LOCAL_STEPS: jax.ShapeDtypeStruct((), jnp.int32)}
 
-    def _begin(self, now: Tree) -> Any:
+    def _begin(self, now: Tree, stored: Mapping[str, StoredRows]) -> Any:
         """Returns the state of the optimizer at the begin of a round."""
         match self.rule.inner_state:
             case "average":
@@ -215,16 +310,28 @@ class LocalSteps:
         fresh, tree = jax.tree.flatten(self.tx.init(now["params"]))
         number = rounds[...]
         opt = [
-            jnp.where(number > 0, variable[...], value)
-            for variable, value in zip(inner, fresh, strict=True)
+            stored[group].read(variable, value)
+            if group in stored
+            else jnp.where(number > 0, variable[...], value)
+            for variable, (_, group, _), value in zip(
+                inner, self._slots, fresh, strict=True
+            )
         ]
         rounds[...] = number + 1
+        for rows in stored.values():
+            rows.take_note()
         return jax.tree.unflatten(tree, opt)
 
-    def _keep(self, opt: Any) -> None:
-        if self.rule.inner_state == "keep":
-            leaves = jax.tree.leaves(opt)
-            for variable, value in zip(self.variables[:-1], leaves, strict=True):
+    def _keep(self, opt: Any, stored: Mapping[str, StoredRows]) -> None:
+        if self.rule.inner_state != "keep":
+            return
+        leaves = jax.tree.leaves(opt)
+        for variable, (_, group, _), value in zip(
+            self.variables[:-1], self._slots, leaves, strict=True
+        ):
+            if group in stored:
+                stored[group].write(variable, value)
+            else:
                 variable[...] = value
 
 

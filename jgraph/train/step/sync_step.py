@@ -68,7 +68,7 @@ class SyncStep:
         self._cut = cut
         self._by_rows = None if cut is not None else step.row_step(batch)
         tree = step.unflatten(list(step.variables))
-        counts = {t.name: t.count for t in self._tables}
+        counts = {t.name: self._most(t) for t in self._tables}
         self._grads = jax.tree.map(
             lambda v: (
                 RowMean(v, counts[v.name], contributions)
@@ -280,7 +280,7 @@ class SyncStep:
             return {"loss": computed.loss}
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        own = self._step.own
+        own = self._step.own_of(self._by_rows)
         variables = [*self._step.variables, *means, *slots, *own, *self._times]
         feeds: tuple[Any, ...] = self._batch, number, number, number
         local = self._step.local
@@ -348,6 +348,9 @@ class SyncStep:
     @property
     def _tables(self) -> Sequence[RowTable]:
         return self._by_rows.tables.tables if self._by_rows else ()
+
+    def _most(self, table: RowTable) -> int:
+        return table.count if self._by_rows is None else self._by_rows.most(table)
 
     def _means(self) -> list[Variable | RowMean]:
         if self._secure is not None:

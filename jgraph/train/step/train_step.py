@@ -199,6 +199,15 @@ class TrainStep:
         residuals = () if self.compression is None else self.compression.residuals
         return [*residuals, *(() if self.local is None else self.local.variables)]
 
+    def own_of(self, by_rows: RowStep | None) -> list[Variable]:
+        """Returns what each worker has for itself in a step.
+
+        Args:
+          by_rows: the tables of which rows travel in that step; None: none.
+        """
+        known = {} if self.local is None else self.local.known_rows(by_rows)
+        return [*self.own, *known.values()]
+
     @property
     def plain(self) -> list[Variable]:
         """The variables that are no columns of hash tables."""
@@ -244,11 +253,10 @@ class TrainStep:
         if self.private is not None:
             feeds.append(self.private.entropy(self.adapter.params))
             notes.append(self.private.note)
+        variables += self.own_of(by_rows)
         if self.compression is not None:
-            variables += self.compression.residuals
             notes.append(self.compression.note)
         if self.local is not None:
-            variables += self.local.variables
             notes.append(self.local.note)
         graph, _ = trace(train_step, *feeds, variables=variables)
         warn_of_same_draws(graph)
@@ -269,7 +277,8 @@ class TrainStep:
         key = str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
         if key not in self._row_steps:
             off = self._sparse == "off" and not self.adapter.tables
-            off |= self.local is not None or self.private is not None
+            off |= self.local is not None and self.local.rule.epochs > 0
+            off |= self.private is not None
             self._row_steps[key] = None if off else self._decide(batch)
         return self._row_steps[key]
 
@@ -295,6 +304,9 @@ class TrainStep:
         avals = [variable.spec.aval for variable in self.variables]
         now = self.unflatten(avals)
         number = jax.ShapeDtypeStruct((), jnp.int32)
+        count = 1
+        if self.local is not None:
+            batch, count = self.local.batch(batch), self.local.count
         row_tables = find_row_tables(
             self.adapter.loss,
             now["params"],
@@ -312,6 +324,9 @@ class TrainStep:
             row_tables = row_tables.without(
                 {t.name: "sparse='off'" for t in row_tables.tables if not t.hashed}
             )
+        if self.local is not None:
+            whole = self.local.whole(row_tables, self._sparse)
+            row_tables = row_tables.without(whole)
         if not (row_tables.tables or row_tables.dense):
             return None
         slots = {
@@ -320,7 +335,8 @@ class TrainStep:
             if name.startswith("opt/")
         }
         return decide(
-            row_tables, self._tx, now["params"], slots, self._beside, self._sparse
+            *(row_tables, self._tx, now["params"], slots, self._beside),
+            *(self._sparse, count),
         )
 
     @property
@@ -409,8 +425,9 @@ class TrainStep:
           steps: how many it takes alone, int32; None: as many as ``LocalSteps`` says.
         """
         if self.local is not None:
-            now, loss_fn = self._read({}), self.adapter.loss
-            way = self.local.computed(loss_fn, now, batch, step, replica, steps)
+            way = self.local.computed(
+                *(self.adapter.loss, self._read, batch, step, replica, steps, by_rows)
+            )
             if self.private is None:
                 return way
             return replace(way, grads=self.private.clipped(way.grads))

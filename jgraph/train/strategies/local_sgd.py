@@ -38,7 +38,15 @@ class LocalSGD:
     ``sync_every`` steps of every worker. What a round is trained on is dealt out, and
     counts, as a whole: exactly once, however many workers are lost. What is left of an
     epoch after its whole rounds is left out. The model's state, such as BatchNorm
-    statistics, is averaged. Tables of rows travel whole.
+    statistics, is averaged.
+
+    Of a table of rows those travel that some step of the round looks up: they are read
+    once, and how far they came is contributed. Other rows take no part in a round, so
+    that momentum and decay of the workers' optimizer wait until they are looked up.
+    What it keeps for rows is as large on each worker as the table is, unless
+    ``inner_state="reset"``. Tables whose rows hang on each other, as with
+    ``optax.lamb``, travel whole, and all do with ``sparse="exact"`` if rows without a
+    gradient would move; ``plan()`` says which and why.
 
     Args:
       sync_every: steps of a round.

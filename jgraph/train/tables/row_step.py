@@ -1,5 +1,6 @@
 """Row tables of a training step: chosen once per type of batch, with reasons."""
 
+import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -86,12 +87,18 @@ class RowStep:
       update: what their optimizer does by rows.
       whole: numbers of the tables that are updated as a whole all the same.
       notes: a line per decision, for people.
+      count: steps of one worker whose rows travel together.
     """
 
     tables: RowTables
     update: RowUpdate
     whole: frozenset[int]
     notes: tuple[str, ...]
+    count: int = 1
+
+    def most(self, table: RowTable) -> int:
+        """Returns how many ids of a table a worker has at most."""
+        return table.count * self.count
 
     def rows(self, batch: Any, seeds: tuple[Any, ...]) -> list[Rows]:
         """Returns the rows of each table that a step on ``batch`` uses."""
@@ -100,6 +107,42 @@ class RowStep:
             _rows(table, ids)
             for table, ids in zip(self.tables.tables, table_ids, strict=True)
         ]
+
+    def rows_of_all(
+        self, batches: Any, replica: Any, seeds: Any
+    ) -> tuple[list[Rows], list[jax.Array]]:
+        """Returns the rows of each table that some steps use, one after the other.
+
+        Args:
+          batches: of the steps, ``[count, …]``.
+          replica: number of the worker, int32.
+          seeds: of the steps, int32[count].
+
+        Returns:
+          Of each table the rows that any of the steps uses, and int32[count, n]: which
+          of them each id of a step is.
+        """
+
+        def ids_of(batch: Any, seed: Any) -> list[list[jax.Array]]:
+            return self.tables.ids(batch, (replica, seed))
+
+        table_ids = jax.vmap(ids_of)(batches, seeds)
+        rows = [
+            _rows(table, ids)
+            for table, ids in zip(self.tables.tables, table_ids, strict=True)
+        ]
+        positions = [
+            _by_step(table, each.positions, self.count)
+            for table, each in zip(self.tables.tables, rows, strict=True)
+        ]
+        return rows, positions
+
+
+def _by_step(table: RowTable, positions: jax.Array, steps: int) -> jax.Array:
+    """Returns the positions of each step's ids, given those of each lookup's."""
+    ends = itertools.accumulate(steps * lookup.count for lookup in table.lookups)
+    parts = jnp.split(positions, list(ends)[:-1])
+    return jnp.concatenate([part.reshape(steps, -1) for part in parts], axis=1)
 
 
 def _rows(table: RowTable, lookup_ids: Sequence[jax.Array]) -> Rows:
@@ -126,6 +169,7 @@ def decide(
     slots: dict[str, tuple[str, tuple[int, ...]]],
     owners: Sequence[int | None],
     sparse: Sparse,
+    count: int = 1,
 ) -> RowStep:
     """Decides how the row tables of a loss are updated.
 
@@ -136,6 +180,7 @@ def decide(
       slots: (parameter, shape) of each variable of the optimizer's state.
       owners: as for ``probe``.
       sparse: as for ``Trainer``.
+      count: steps of one worker whose rows travel together.
     """
     leaves = jax.tree.leaves(params)
     shapes = {t.name: tuple(leaves[t.number].shape) for t in tables.tables}
@@ -158,7 +203,7 @@ def decide(
     hash_numbers = frozenset(t.number for t in tables.tables if t.hashed)
     others = numbers - update.exact - hash_numbers  # a hash table has no rows but these
     whole = others & update.held_back if sparse == "lazy" else others
-    costs = {t.name: _cost(t, leaves[t.number], slots) for t in tables.tables}
+    costs = {t.name: _cost(t, leaves[t.number], slots, count) for t in tables.tables}
     if sparse == "auto":
         large = [
             cost.text(name)
@@ -170,6 +215,7 @@ def decide(
         _note(
             t,
             costs[t.name],
+            steps=count,
             lazy=t.number in others - whole,
             whole=t.number in whole,
             held_back=t.number in update.held_back,
@@ -177,7 +223,7 @@ def decide(
         for t in tables.tables
     ]
     notes += [f"{name} travels whole: {why}" for name, why in tables.dense.items()]
-    return RowStep(tables, update, whole, tuple(notes))
+    return RowStep(tables, update, whole, tuple(notes), count)
 
 
 def _not_by_rows(name: str, why: str) -> ConfigError:
@@ -224,11 +270,14 @@ class _Cost:
 
 
 def _cost(
-    table: RowTable, aval: Any, slots: Mapping[str, tuple[str, tuple[int, ...]]]
+    table: RowTable,
+    aval: Any,
+    slots: Mapping[str, tuple[str, tuple[int, ...]]],
+    steps: int,
 ) -> _Cost:
     shape = tuple(aval.shape)
     count = 1 + sum(slot == (table.name, shape) for slot in slots.values())
-    most = min(table.count, table.rows)
+    most = min(table.count * steps, table.rows)
     of_row = count * math.prod(shape[1:]) * aval.dtype.itemsize
     return _Cost(table.number, (most, table.rows), of_row * most, of_row * table.rows)
 
@@ -246,13 +295,21 @@ def _warn_large(tables: Sequence[str]) -> None:
 
 
 def _note(
-    table: RowTable, cost: _Cost, *, lazy: bool, whole: bool, held_back: bool
+    table: RowTable,
+    cost: _Cost,
+    *,
+    steps: int,
+    lazy: bool,
+    whole: bool,
+    held_back: bool,
 ) -> str:
     lookups = ", ".join(f"{lk.count} by {lk.feature}" for lk in table.lookups)
+    if steps > 1:
+        lookups += f", in each of {steps} steps"
     if table.hashed:
         return (
             f"{table.name} is a hash table in {table.rows} shards: at most "
-            f"{table.count} rows travel ({lookups}); only these are updated"
+            f"{table.count * steps} rows travel ({lookups}); only these are updated"
         )
     how = "as the whole update would be"
     if whole:
@@ -266,6 +323,6 @@ def _note(
     elif lazy:
         how = "lazy: rows that a step does not look up stay as they are"
     return (
-        f"{table.name} travels by rows: at most {min(table.count, table.rows)} of "
-        f"{table.rows} ({lookups}); the update is {how}"
+        f"{table.name} travels by rows: at most {cost.rows[0]} of {table.rows} "
+        f"({lookups}); the update is {how}"
     )

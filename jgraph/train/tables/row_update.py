@@ -145,6 +145,57 @@ def probe(
     )
 
 
+def rows_are_alone(
+    tx: CalledOptimizer,
+    params: Any,
+    tables: Collection[int],
+    owners: Sequence[int | None],
+) -> frozenset[int]:
+    """Returns the tables whose rows become what they would among all others.
+
+    A state that begins, and two steps that look the same rows up: unlike ``probe``
+    this says nothing of what becomes of other rows.
+
+    Args:
+      tx: the optimizer.
+      params: the parameters, or their shapes and dtypes.
+      tables: numbers of those leaves that would be updated by rows.
+      owners: as for ``probe``.
+
+    Example:
+      >>> params = [jnp.zeros((9, 2))]
+      >>> [sorted(rows_are_alone(CalledOptimizer(tx), params, {0}, owners))
+      ...  for tx, owners in [(optax.sgd(0.1), []), (optax.lamb(0.1), [None, 0, 0])]]
+      [[0], []]
+    """
+    start, grads = _small(params, tables)
+    ids = jnp.array(_TOUCHED[0], jnp.int32)
+    places = list(range(len(jax.tree.leaves(params))))
+
+    def rows_of(tree: Any, numbers: Sequence[int | None]) -> Any:
+        leaves = [
+            x[ids] if n in tables else x
+            for n, x in zip(numbers, jax.tree.leaves(tree), strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+    def trained(params: Any, state: Any, grads: Any) -> Any:
+        for _ in range(2):
+            value = jnp.float32(1)
+            updates, state = tx.update(grads, state, params, value=value)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    state, touching = tx.init(start), _touching(grads, tables, _TOUCHED[0])
+    whole = rows_of(jax.jit(trained)(start, state, touching), places)
+    parts = rows_of(start, places), rows_of(state, owners), rows_of(touching, places)
+    alone = jax.jit(trained)(*parts)
+    pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(alone), strict=True)
+    same = [_close(a, b) for a, b in pairs]
+    others = all(ok for n, ok in enumerate(same) if n not in tables)
+    return frozenset(n for n in tables if others and same[n])
+
+
 def _still(
     update: Any,
     trees: tuple[Any, Any, Any],

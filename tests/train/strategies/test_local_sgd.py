@@ -11,7 +11,6 @@ import optax
 import pytest
 from flax import nnx
 
-import jgraph as jg
 from jgraph.client.cluster import Cluster
 from jgraph.errors import ConfigError
 from jgraph.train.strategies.local_sgd import LocalSGD
@@ -231,14 +230,6 @@ def test_counts_are_of_all_examples_of_a_round_and_state_is_averaged(
     there.close()
 
 
-class Keyed(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.table = jg.HashTable(4, capacity_bytes=1 << 20)
-
-    def __call__(self, ids: Any) -> Any:
-        return self.table(ids).mean((1, 2))
-
-
 @pytest.mark.bad_input_row(29)
 def test_what_cannot_be_is_refused_in_words(cluster: Cluster) -> None:
     wrong: Any = "sgd"
@@ -264,9 +255,6 @@ def test_what_cannot_be_is_refused_in_words(cluster: Cluster) -> None:
     there = trainer(cluster, LocalSGD(sync_every=EVERY), optax.sgd(0.1))
     with pytest.raises(ConfigError, match="deals out the batches of a round together"):
         there.fit(batches, steps=1, progress=False)
-    there = trainer(cluster, LocalSGD(), optax.sgd(0.1), model=Keyed)
-    with pytest.raises(ConfigError, match="params/table/rows is a hash table"):
-        fit(there)
 
 
 def test_rounds_of_one_worker_each_are_applied_as_they_come() -> None:

@@ -1,0 +1,295 @@
+"""Tables in rounds of local steps: rows that a round touches, on servers of tests."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jgraph as jg
+from jgraph.client.cluster import Cluster
+from jgraph.errors import ConfigError, RowIdError
+from jgraph.train.strategies.local_sgd import LocalSGD
+from jgraph.train.trainer import Trainer
+from tests.support.models import batches_of
+from tests.support.servers import connected
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+ROWS, DIM, BATCH, EVERY, ROUNDS = 3000, 4, 4, 3, 5
+TABLE = "params/table/embedding"
+rng = np.random.default_rng(0)
+# Workers meet at some rows, and have others for themselves; some come twice.
+DATA = {
+    "ids": rng.integers(ROWS - 60, ROWS, (64, 3)).astype(np.int32),
+    "y": rng.normal(size=64).astype(np.float32),
+}
+
+
+class Embed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, rows: int = ROWS) -> None:
+        self.table = nnx.Embed(rows, DIM, rngs=rngs)
+        self.last = nnx.Linear(DIM, 1, rngs=rngs)
+
+    def __call__(self, ids: Any) -> Any:
+        return self.last(jnp.tanh(self.table(ids)).mean(1))[:, 0]
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return jnp.mean((model(batch["ids"]) - batch["y"]) ** 2)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with connected(ps=2, worker=2) as cluster:
+        yield cluster
+
+
+def trainer(cluster: Cluster, tx: Any, **options: Any) -> Trainer:
+    sparse, rows = options.pop("sparse", "auto"), options.pop("rows", ROWS)
+    model = options.pop("model", Embed(nnx.Rngs(0), rows))
+    strategy = LocalSGD(sync_every=EVERY, step_timeout_s=20, **options)
+    return Trainer(model, loss, tx, cluster=cluster, strategy=strategy, sparse=sparse)
+
+
+def fit(there: Trainer, steps: int = ROUNDS) -> Any:
+    return there.fit(DATA, steps=steps, batch_size=BATCH, progress=False)
+
+
+def parameters(model: Any) -> dict[str, np.ndarray[Any, Any]]:
+    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    table, last = state["table"]["embedding"], state["last"]
+    return {"table": np.asarray(table), **{k: np.asarray(v) for k, v in last.items()}}
+
+
+def assert_close(found: Any, wanted: Any) -> None:
+    assert found.keys() == wanted.keys()
+    for name, due in wanted.items():
+        np.testing.assert_allclose(found[name], due, rtol=1e-5, atol=1e-6)
+
+
+def by_hand(
+    tx: Any, outer: Any, workers: int, inner_state: str = "keep", whole: bool = False
+) -> dict[str, Any]:
+    """One process that does what all workers do, on whole tables.
+
+    Rows that a round of a worker does not look up are put back after it, with their
+    state, unless a table is to be trained whole.
+    """
+    graph, params = nnx.split(Embed(nnx.Rngs(0)))
+    start = params
+
+    @jax.jit
+    def step(params: Any, opt: Any, batch: Any) -> Any:
+        def value(params: Any) -> Any:
+            return loss(nnx.merge(graph, params), batch)
+
+        updates, opt = tx.update(jax.grad(value)(params), opt, params)
+        return optax.apply_updates(params, updates), opt
+
+    stream = batches_of(DATA, BATCH * EVERY, 0)
+    inner: list[Any] = [tx.init(params) for _ in range(workers)]
+    opt = outer.init(params)
+    for _ in range(ROUNDS):
+        ways = []
+        for worker in range(workers):
+            taken = next(stream)
+            touched = np.isin(np.arange(ROWS), taken["ids"])[:, None]
+
+            def of_touched(new: Any, old: Any, touched: Any = touched) -> Any:
+                table = new.shape == (ROWS, DIM) and not whole
+                return jnp.where(touched, new, old) if table else new
+
+            mine, state = params, inner[worker]
+            for n in range(EVERY):
+                some = slice(n * BATCH, (n + 1) * BATCH)
+                mine, state = step(mine, state, {k: v[some] for k, v in taken.items()})
+            mine = jax.tree.map(of_touched, mine, params)
+            state = jax.tree.map(of_touched, state, inner[worker])
+            inner[worker] = tx.init(start) if inner_state == "reset" else state
+            ways.append(jax.tree.map(lambda old, new: old - new, params, mine))
+        mean = jax.tree.map(lambda *each: sum(each) / workers, *ways)
+        updates, opt = outer.update(mean, opt, params)
+        params = optax.apply_updates(params, updates)
+    return parameters(nnx.merge(graph, params))
+
+
+@pytest.mark.parametrize("outer", ["mean", "nesterov"])
+def test_rows_of_a_round_become_what_they_would_in_a_whole_table(
+    cluster: Cluster, outer: str
+) -> None:
+    """The law: SGD leaves the others alone, so rows are no approximation."""
+    how = optax.sgd(1.0)
+    if outer == "nesterov":
+        how = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    tx = optax.sgd(0.1)
+    there = trainer(cluster, tx, outer=how)
+    run = fit(there)
+    assert f"{TABLE} travels by rows: at most 36 of {ROWS}" in str(there.plan())
+    assert_close(parameters(run.model()), by_hand(tx, how, 2, whole=True))
+    there.close()
+
+
+@pytest.mark.parametrize("inner_state", ["keep", "reset"])
+@pytest.mark.parametrize("name", ["adam", "adagrad"])
+def test_a_worker_keeps_state_for_the_rows_that_it_touched(
+    name: str, inner_state: str
+) -> None:
+    """Where it does not begin with zeros, too."""
+    tx = {"adam": optax.adam(1e-2), "adagrad": optax.adagrad(0.1)}[name]
+    with connected(ps=2, worker=1) as cluster:
+        there = trainer(cluster, tx, inner_state=inner_state)
+        found = parameters(fit(there).model())
+        assert_close(found, by_hand(tx, optax.sgd(1.0), 1, inner_state))
+        there.close()
+
+
+def test_rows_of_paced_and_of_asynchronous_rounds_travel_alike() -> None:
+    tx = optax.adagrad(0.1)
+    options: list[dict[str, Any]] = [{"sync_every_s": 3600.0}, {"max_staleness": 0}]
+    with connected(ps=2, worker=1) as cluster:
+        found = []
+        for given in options:
+            there = trainer(cluster, tx, **given)
+            run = fit(there)
+            assert run.steps == ROUNDS
+            assert f"{TABLE} travels by rows" in str(there.plan())
+            found.append(parameters(run.model()))
+            there.close()
+        assert_close(found[1], by_hand(tx, optax.sgd(1.0), 1))
+        assert np.abs(found[0]["table"] - found[1]["table"]).max() > 1e-3
+
+
+def test_what_hangs_on_all_rows_of_a_table_lets_it_travel_whole(
+    cluster: Cluster,
+) -> None:
+    """And where a user wants the numbers of whole tables."""
+    adam = optax.adam(1e-2)
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (optax.lamb(0.01), {}, "makes of each row what hangs on all"),
+        (optax.MultiSteps(optax.sgd(0.1), 2), {}, "keeps gradients for later steps"),
+        (adam, {"sparse": "exact"}, "changes rows without a gradient too"),
+        (optax.adafactor(0.1, min_dim_size_to_factor=4), {}, "has no row for each"),
+        (adam, {"inner_state": "average"}, "is of the state of all its rows"),
+    ]
+    for tx, options, why in cases:
+        there = trainer(cluster, tx, **options)
+        notes = there.plan(DATA, BATCH).graph.notes
+        assert notes[0].startswith(f"{TABLE} travels whole: "), notes
+        assert why in notes[0]
+        there.close()
+    there = trainer(cluster, adam, sparse="exact")
+    run = fit(there, 2)
+    assert run.steps == 2
+    there.close()
+
+
+def test_an_id_without_a_row_ends_the_run_with_the_updates_before(
+    cluster: Cluster,
+) -> None:
+    there = trainer(cluster, optax.sgd(0.1))
+    ids = np.where(np.arange(64)[:, None] == 40, ROWS, DATA["ids"])
+    with pytest.raises(RowIdError, match=f"has the id {ROWS}"):
+        there.fit(
+            {**DATA, "ids": ids.astype(np.int32)},
+            steps=10,
+            batch_size=BATCH,
+            progress=False,
+        )
+    there.close()
+
+
+def test_bytes_are_those_of_the_rows_that_a_round_touches() -> None:
+    """By the counters of the ps, in both directions, whatever the table has."""
+    with connected(ps=1, worker=1) as cluster:
+
+        def nbytes() -> int:
+            tasks = cluster.status().tasks
+            return sum(
+                peer.bytes_sent
+                + peer.shared_bytes_sent
+                + peer.bytes_received
+                + peer.shared_bytes_received
+                for task in tasks
+                if "ps" in task.task
+                for peer in task.traffic
+                if "worker" in peer.peer
+            )
+
+        def of_rounds(touched: int, rows: int) -> float:
+            """Bytes of a round of as many rows, in a table of as many."""
+            ids = (np.arange(64 * 32) % touched).reshape(64, 32).astype(np.int32)
+            there = trainer(cluster, optax.sgd(0.1), rows=rows)
+            given, seen = {**DATA, "ids": ids}, []
+            for steps in (10, 10, 30):
+                there.fit(given, steps=steps, batch_size=16, progress=False)
+                seen.append(nbytes())
+            there.close()
+            return (seen[2] - 2 * seen[1] + seen[0]) / 20
+
+        few, many = of_rounds(32, 50_000), of_rounds(64 * 32, 50_000)
+        touched = 3 * 16 * 32  # of steps whose ids are all others
+        # A row goes there and back, and its number both ways.
+        a_row = 2 * (4 * DIM + 4)
+        assert 0.9 < (many - few) / ((touched - 32) * a_row) < 1.1
+        assert few < many / 8
+        assert of_rounds(32, 3_000) == pytest.approx(few, rel=0.1)
+
+
+class Keyed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.table = jg.HashTable(DIM, capacity_bytes=1 << 20)
+        self.last = nnx.Linear(DIM, 1, rngs=rngs)
+
+    def __call__(self, ids: Any) -> Any:
+        return self.last(jnp.tanh(self.table(ids)).mean(1))[:, 0]
+
+
+def test_keys_of_a_round_get_rows_in_a_hash_table(cluster: Cluster) -> None:
+    """As rows of a table that has as many, all zeros at first."""
+
+    class Zeros(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.table = nnx.Embed(ROWS, DIM, rngs=rngs)
+            self.table.embedding[...] = jnp.zeros((ROWS, DIM))
+            self.last = nnx.Linear(DIM, 1, rngs=rngs)
+
+        __call__ = Keyed.__call__
+
+    start = nnx.Linear(DIM, 1, rngs=nnx.Rngs(7))
+
+    def trained(model: Any) -> Any:
+        for name in ("kernel", "bias"):
+            getattr(model.last, name)[...] = getattr(start, name)[...]
+        options: Any = {"inner_state": "reset"}
+        there = trainer(cluster, optax.adagrad(0.1), model=model, **options)
+        model = fit(there).model()
+        there.close()
+        return model
+
+    found, wanted = trained(Keyed(nnx.Rngs(0))), trained(Zeros(nnx.Rngs(0)))
+    rows = np.asarray(found.table.rows[...])[1:]
+    due = np.asarray(wanted.table.embedding[...])
+    keys = found.table.keys()
+    assert len(keys) > 20
+    np.testing.assert_allclose(rows, due[keys], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.bad_input_row(29)
+def test_state_for_keys_that_a_worker_has_no_table_for_is_refused(
+    cluster: Cluster,
+) -> None:
+    there = trainer(cluster, optax.adam(0.1), model=Keyed(nnx.Rngs(0)))
+    with pytest.raises(ConfigError, match=r"write LocalSGD\(inner_state='reset'\), or"):
+        fit(there)
+    there = trainer(
+        *(cluster, optax.adam(0.1)),
+        model=Keyed(nnx.Rngs(0)),
+        inner_state="average",
+    )
+    with pytest.raises(ConfigError, match="'average' is of the state of all its rows"):
+        fit(there)
