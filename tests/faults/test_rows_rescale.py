@@ -9,9 +9,11 @@ from typing import Any, Final
 
 import pytest
 
+from jgraph.client.runs.scaling import Scaler
 from jgraph.clock import SystemClock
 from jgraph.errors import JGError
 from jgraph.failpoints import CRASHED, ONCE, POINTS, VARIABLE
+from jgraph.graph.device import TaskName
 from jgraph.launch.local.cluster import LocalCluster
 from jgraph.runtime.files.step_files import our_steps
 from jgraph.train.checkpoint.checkpoints import Checkpoints
@@ -236,6 +238,35 @@ def test_a_ps_that_leaves_and_dies_first_is_lost_as_any_and_then_leaves(
     back = gone_back_to(fault.path, run)
     check_recovered(there, run, back, share=2 if strategy is SyncPS else 1, torn=2)
     fault.names += ["/job:ps/task:1 was lost", "SIGKILL"]
+    there.close()
+
+
+@pytest.mark.row(46)
+@pytest.mark.parametrize("restarts", [0, pytest.param(3, marks=pytest.mark.chaos)])
+def test_a_ps_that_leaves_and_dies_when_nothing_is_on_it_has_left(
+    fault: Fault, monkeypatch: pytest.MonkeyPatch, restarts: int
+) -> None:
+    """Nothing is lost: the scaling succeeds, and its next process leaves as well."""
+    cluster = fault.cluster(ps=1, workers=2, elastic=True, restarts=restarts)
+    there, run = begun(cluster, SyncPS(elastic=ELASTIC))
+    cluster.scale(ps=2)
+    looks, killed = Scaler._left_over, list[str]()
+
+    def look(scaler: Scaler, task: TaskName, *moves: Any, copies: bool = False) -> Any:
+        if copies and not killed:  # after all has moved, before it is told to end
+            killed.append(task)
+            cluster.kill(task)
+        return looks(scaler, task, *moves, copies=copies)
+
+    monkeypatch.setattr(Scaler, "_left_over", look)
+    assert cluster.scale(ps=1) == ["/job:ps/task:0"]
+    assert killed == ["/job:ps/task:1"]
+    goes_on(run)
+    assert run.recoveries() == []
+    assert cluster.renewed_tasks("ps") == ["/job:ps/task:0"]
+    checked(there, run, together=True)
+    fault.is_noticed = bool(restarts)
+    fault.names += ["SIGKILL"] * bool(restarts)
     there.close()
 
 

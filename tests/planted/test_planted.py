@@ -168,8 +168,8 @@ BUGS: Final = {
         "server/runs/supervisor.py",
         "if lost := list(self._order.goes_back):",
         "if lost := []:",
-        RESCALED,
-        first=1147,
+        "tests/simulation/test_rescales.py::"
+        "test_a_master_that_dies_as_a_run_goes_back_leaves_an_heir_that_goes_back",
     ),
     "a run fails if a ps is lost as it has gone back": Bug(
         "server/runs/rollback.py",
@@ -420,6 +420,44 @@ BUGS: Final = {
         "for one in attempt.transfers)\n",
         "",
         RESCALED,
+    ),
+    "updates that are begun are made after the variables have moved": Bug(
+        "server/runs/rescaling/rescaler.py",
+        "self._ready.drop(loop.handle, settle=True)",
+        "self._ready.drop(loop.handle)",
+        "tests/simulation/test_rescales.py::"
+        "test_an_update_that_a_dead_worker_left_is_made_before_variables_move",
+    ),
+    "what is left of variables goes before a standby knows where they are": Bug(
+        "server/runs/rescaling/rescaler.py",
+        "        await self.confirm()\n",
+        "",
+        "tests/simulation/test_rescales.py::"
+        "test_a_master_that_dies_when_ps_were_switched_leaves_an_heir_that_knows",
+    ),
+    "a master that is a ps ends before the next one holds it": Bug(
+        "server/runs/supervisor.py",
+        "        if self._is_held:  # the standby lets the master of before go, "
+        "which may be a ps\n            self._holds.hold()\n",
+        "",
+        "tests/simulation/test_rescales.py::"
+        "test_a_master_that_is_a_ps_and_leaves_gives_away_what_it_has_first",
+    ),
+    "a run that no worker trains moves to a ps that takes no program": Bug(
+        "server/runs/rescaling/rescaler.py",
+        "if loops and attempt.left_out.issuperset(loop.task for loop in loops):",
+        "if False:",
+        RESCALED,
+        first=283,
+    ),
+    "a run that rests for a ps fails if that leaves for good": Bug(
+        "server/runs/supervisor.py",
+        "        if not (leaving := self._restarting):"
+        "  # they leave for good, as is known since\n"
+        "            self._rescaled(set())\n            return\n",
+        "        leaving = self._restarting\n",
+        RESCALED,
+        first=1079,
     ),
     "a ps that has joined has no gate": Bug(
         "server/runs/rescaling/rescaler.py",

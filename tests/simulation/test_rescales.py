@@ -8,7 +8,13 @@ leaves the run in one arrangement or the other.
 import pytest
 
 from tests.support.simulation.faulty_run import FIRST, RUNS
-from tests.support.simulation.ps_runs import dies_when_switched, rescaled
+from tests.support.simulation.ps_runs import (
+    dies_as_it_goes_back,
+    dies_as_loops_end,
+    dies_when_switched,
+    master_leaves,
+    rescaled,
+)
 
 
 @pytest.mark.row(45, 46)
@@ -28,6 +34,34 @@ def test_a_master_that_dies_when_ps_were_switched_leaves_an_heir_that_knows() ->
         assert not world.restores
         switches += len(world.switches)
     assert switches
+
+
+@pytest.mark.row(46)
+def test_an_update_that_a_dead_worker_left_is_made_before_variables_move() -> None:
+    """A ps computes it for up to a second; all other loops have ended long before."""
+    switches = 0
+    for seed in range(FIRST, FIRST + max(3, RUNS // 16)):
+        world = rescaled(seed, dies_as_loops_end)
+        assert not world.restores
+        switches += len(world.switches)
+    assert switches
+
+
+@pytest.mark.row(12, 46)
+def test_a_master_that_dies_as_a_run_goes_back_leaves_an_heir_that_goes_back() -> None:
+    restores = 0
+    for seed in range(FIRST, FIRST + max(3, RUNS // 8)):
+        restores += rescaled(seed, dies_as_it_goes_back).restores
+    assert restores
+
+
+@pytest.mark.row(46)
+def test_a_master_that_is_a_ps_and_leaves_gives_away_what_it_has_first() -> None:
+    """Nobody dies: the run does not go back."""
+    for seed in range(FIRST, FIRST + max(3, RUNS // 16)):
+        world = rescaled(seed, master_leaves)
+        assert not world.restores
+        assert world.switches[-1] == 1
 
 
 def test_same_number_is_the_same_run_of_rescales() -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -9,7 +10,13 @@ from jgraph.client.connection import Connection
 from jgraph.client.runs.runs import RunInfo, runs_of
 from jgraph.cluster.options import check_seconds
 from jgraph.cluster.polling import Polling
-from jgraph.errors import ConfigError, DeadlineError, RescaleError
+from jgraph.errors import (
+    ClusterUnreachableError,
+    ConfigError,
+    DeadlineError,
+    RescaleError,
+    TaskLostError,
+)
 from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -105,17 +112,49 @@ class Scaler:
             self.start("ps", wanted - len(before))
         for task in reversed(leavers):
             self.announce(task)
-        if self.wait or leavers:  # who leaves ends when nobody needs it any more
-            self._wait_moved(wanted, [run.name for run in runs], polling)
-            leavers = self.cluster.tasks("ps")[wanted:]
-        for task in reversed(leavers):
-            self._wait_empty(task, polling)
-            self.leave(task)
+        names = [run.name for run in runs]
+        if leavers:  # who leaves ends when nobody needs it any more
+            self._let_leave(wanted, names, polling)
+        elif self.wait:
+            self._wait_moved(wanted, names, polling)
         if not self.wait:
             return before[:wanted]
         self._wait_members("ps", wanted, leavers, polling)
         self.ended(leavers)
         return self.cluster.tasks("ps")
+
+    def _let_leave(self, wanted: int, names: Sequence[str], polling: Polling) -> None:
+        """Lets ps leave that are too many, once nothing is on them.
+
+        One that is lost then may be started again, and its next process leaves, too.
+        """
+        announced, ending = set[tuple[TaskName, str]](), set[tuple[TaskName, str]]()
+        held: RescaleError | None = None
+        while True:
+            self._wait_moved(wanted, names, polling)
+            self.cluster.refresh()
+            there = self.cluster.tasks("ps")[wanted:]
+            late = [(task, self.cluster.find(task)) for task in reversed(there)]
+            held = None
+            for process in late:
+                if process in ending:
+                    continue
+                with suppress(ClusterUnreachableError, TaskLostError):
+                    if process not in announced:
+                        announced.add(process)
+                        self.announce(process[0])
+                    # A save under way reads a copy there.
+                    if left_over := self._left_over(process[0], copies=True):
+                        held = _still_holds(process[0], left_over)
+                        continue
+                    ending.add(process)
+                    self.leave(process[0])
+            if not late or not (self.wait or ending < set(late)):
+                return
+            if not polling.wait():
+                if held is not None:
+                    raise held
+                return
 
     def _wait_members(
         self, job: str, wanted: int, leavers: Sequence[TaskName], polling: Polling
@@ -187,12 +226,6 @@ class Scaler:
                 number = self.cluster.arrangement
                 for task in self.cluster.tasks("ps")[wanted:]:
                     self.announce(task)
-
-    def _wait_empty(self, task: TaskName, polling: Polling) -> None:
-        """Waits until a ps holds nothing: a save under way reads a copy there."""
-        while left_over := self._left_over(task, copies=True):
-            if not polling.wait():
-                raise _still_holds(task, left_over)
 
     def _left_over(
         self, task: TaskName, moves: Sequence[str] = (), *, copies: bool = False

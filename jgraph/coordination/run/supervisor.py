@@ -411,7 +411,7 @@ class Supervisor:
     @property
     def is_alone(self) -> bool:
         """Whether the run waits for a worker, as it has none, or too few."""
-        waits = self._alone_since is not None
+        waits = self._alone_since is not None and not self._of("preparing")
         return waits and not (self._over or self._leaves)
 
     @property
@@ -644,9 +644,9 @@ class Supervisor:
         if self._is_short(running) and not (self._short or self._together):
             self._short = True
             yield Pause()
-        if running or self._of("preparing"):
+        if running:
             self._alone_since = None
-        else:
+        elif not self._of("preparing"):  # which may fail again and again
             yield from self._wait(now)
 
     def _is_short(self, running: list[int]) -> bool:

@@ -320,6 +320,8 @@ class TaskProcesses:
         """Waits for the end of a task that left the cluster, which is its last."""
         process = self[task]
         self._processes.remove(process)
+        if self._restarter is not None:
+            self._restarter.forget(process)
         process.end()
         process.wait_ended(_END_S)
         self._on_start()

@@ -88,6 +88,7 @@ class Restarter:
         self._restarts = Restarts(limit)
         self._lock = threading.Condition()
         self._starting: set[Process] = set()
+        self._forgotten: set[Process] = set()
         self._closed = False
         self.final_deaths: dict[TaskName, str] = {}
         self.events = EventLog(LAUNCHER)
@@ -105,6 +106,14 @@ class Restarter:
         )
         self._threads.append(thread)
         thread.start()
+
+    def forget(self, process: Process) -> None:
+        """Does not start a process any more, however it ends."""
+        with self._lock:
+            self._forgotten.add(process)
+            if process in self._starting:
+                process.kill()
+                self._lock.wait_for(lambda: process not in self._starting, _CLOSE_S)
 
     def close(self) -> None:
         """Starts nothing any more; what is starting is killed."""
@@ -138,7 +147,8 @@ class Restarter:
         """Starts a process that ended, or says why not."""
         with self._lock:
             ended = TaskEnded(process.task, code, self._clock.now())
-            for instruction in [] if self._closed else self._restarts.handle(ended):
+            ends = self._closed or process in self._forgotten
+            for instruction in [] if ends else self._restarts.handle(ended):
                 match instruction:
                     case StartAgain(task):
                         died = (

@@ -544,7 +544,9 @@ class RunSupervisor:
     async def _restart_ps(self) -> None:
         """Lets the ps end that were told to, once what they hold is kept elsewhere."""
         await self.saving.begin_for_client()
-        leaving = self._restarting
+        if not (leaving := self._restarting):  # they leave for good, as is known since
+            self._rescaled(set())
+            return
         saved, drain = None, told_to_end(*leaving)
         source = self.saving.source()
         if source is None and not self.copies.is_kept:

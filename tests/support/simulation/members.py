@@ -190,6 +190,9 @@ class ElasticWorld(RunWorld):
         elif arrangement.members[task].leaves and not process.leaves:
             self.do(self.drain(process))
 
+    def is_given_up(self, process: RunProcess) -> bool:
+        return process.incarnation in self.removed
+
     def end(self, process: RunProcess) -> None:
         """A process ends; nobody starts it again."""
         if process.alive:

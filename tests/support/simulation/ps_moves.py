@@ -6,6 +6,7 @@ them; and each program says for how many ps it was cut.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -39,8 +40,12 @@ SIZES: Final = {STEP: 8, "a": 500, "b": 400, "c": 300, "d": 200, "e": 100}
 """Bytes of each variable."""
 HOMES: Final = arrangements(SIZES, [ps_task(n) for n in range(MOST)], LEAST, [STEP])
 CONTAINER: Final = "c"
+SLOW_S: Final = 1.0
+"""An update takes so long at most; most take a hundredth of that."""
 LET_GO_S: Final = 120.0
 """A ps that is told to end waits so long for who holds it."""
+HEARD_S: Final = 0.02
+"""Longer than a message takes: who holds a task instead of another does so at once."""
 
 Updates = list[tuple[int, ...]]
 
@@ -55,6 +60,8 @@ class MovingProcess(RunProcess):
       streams: who gives what this one takes.
       sent: what it has sent of each variable, by stream.
       numbers: how many records it has sent, or taken, of each stream.
+      under_way: updates of each program that are begun, and not made yet.
+      rescaled: where it is.
     """
 
     def __init__(
@@ -67,6 +74,8 @@ class MovingProcess(RunProcess):
         self.streams: dict[str, TaskName] = {}
         self.sent: dict[str, dict[str, Updates]] = {}
         self.numbers: dict[str, int] = {}
+        self.under_way: dict[str, set[asyncio.Task[None]]] = {}
+        self.rescaled = world
         self.methods |= {
             "TakeRecords": self.take,
             "CopyAhead": self.copy_ahead,
@@ -93,7 +102,7 @@ class MovingProcess(RunProcess):
         free = 0
         while free < 2 and self.world.clock.now() < until:
             free = 0 if self.held_by else free + 1  # who takes over holds it at once
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(HEARD_S)
 
     async def gave_away(self, until: float) -> None:
         """Waits until it has no variable of the run."""
@@ -106,12 +115,46 @@ class MovingProcess(RunProcess):
         self.cuts[body.handle] = int(body.program.name)
         return await super().register(request)
 
+    async def unregister(self, request: Frame) -> Frame:
+        """What was begun of its steps changes something yet, unless that settles."""
+        body = body_of(request)
+        reply = await super().unregister(request)
+        if body.settle and (begun := self.under_way.get(body.handle)):
+            await asyncio.wait(begun)
+        return reply
+
+    async def make(
+        self, handle: str, step: int, batches: tuple[int, ...], version: int | None
+    ) -> None:
+        """Makes an update, for as long as that takes, whoever waits for it.
+
+        Raises:
+          TaskLostError: this process is gone before it is made.
+        """
+        if handle not in self.handles:
+            raise InvalidProgramError(f"no program '{handle}'", task=self.task)
+        work = self.spawn(self.computed(handle, step, batches, version))
+        begun = self.under_way.setdefault(handle, set())
+        begun.add(work)
+        work.add_done_callback(begun.discard)
+        await asyncio.wait({work, self.dead}, return_when=asyncio.FIRST_COMPLETED)
+        if not self.alive:
+            raise TaskLostError(f"{self.task} is gone", task=self.task)
+        work.result()
+
+    async def computed(
+        self, handle: str, step: int, batches: tuple[int, ...], version: int | None
+    ) -> None:
+        """Computes an update, and applies it."""
+        chance = self.world.chance
+        slow_s = SLOW_S if chance.random() < self.rescaled.slow_share else 0.01
+        await asyncio.sleep(chance.uniform(0.0, slow_s))
+        self.apply(handle, step, batches, version)
+
     def apply(
         self, handle: str, step: int, batches: tuple[int, ...], version: int | None
     ) -> None:
         """Applies an update to the variables that are here as the program says."""
-        if handle not in self.handles:
-            raise InvalidProgramError(f"no program '{handle}'", task=self.task)
         ps = self.cuts.get(handle, self.first)
         names = [name for name, home in HOMES[ps].items() if home == self.task]
         if lacking := [name for name in names if name not in self.own]:
@@ -123,6 +166,7 @@ class MovingProcess(RunProcess):
             here = self.own[name]
             assert version is None or version == len(here), "not the same everywhere"
             here.append(batches)
+            self.rescaled.made[name][batches] += 1
         self.world.updated_at = self.world.clock.now()
 
     async def variables(self, request: Frame) -> Frame:
@@ -209,10 +253,14 @@ class RescaledWorld(ElasticWorld):
     Attributes:
       client_ps: on how many ps the client looks for variables.
       switches: numbers of ps that the run has got.
+      slow_share: of updates, which take longer than others.
+      made: updates of each variable, since the run went back, if it did.
     """
 
     client_ps: int = 0
     switches: list[int] = field(default_factory=list)
+    slow_share: float = 0.1
+    made: dict[str, Counter[tuple[int, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.first = self.client_ps = self.ps
@@ -309,6 +357,7 @@ class RescaledWorld(ElasticWorld):
         return list(self.held().values())
 
     def give(self, updates: Mapping[str, Updates]) -> None:
+        self.made = {name: Counter(one) for name, one in updates.items()}
         for name, one in updates.items():
             self.moving(self.home(name)).own[name] = list(one)
 
@@ -349,6 +398,15 @@ class RescaledWorld(ElasticWorld):
         self.client_ps = now = run.rescaler.ps
         self.is_over = state == "done"
         super().check(state)
+        for name, updates in self.held().items():
+            assert updates is not None
+            differ = (
+                self.made[name] - Counter(updates),
+                Counter(updates) - self.made[name],
+            )
+            assert not any(differ), (
+                f"of {name} {differ[0]} are lost, {differ[1]} double"
+            )
         for name in SIZES:
             home = HOMES[now][name]
             has = {task for task in self.tasks if self.has(task, name)}

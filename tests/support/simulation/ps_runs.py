@@ -29,6 +29,8 @@ OF_PS: Final = (
 
 DEAF_S: Final = 3.0
 """Less than it takes until a connection is given up."""
+UNREAD_S: Final = 1.5
+"""Less than a master waits until its standbys have read its journal."""
 GIVEN_UP: Final = f"{ATTEMPTS} times already"
 """A run gives up after so many losses without progress."""
 
@@ -102,6 +104,9 @@ async def dies_when_switched(world: RescaledWorld) -> None:
     """Nobody hears of a switch at once, and then its master dies."""
 
     def cut() -> None:
+        if world.chance.random() < 0.5:  # its journal alone does not arrive
+            world.unread_until = world.clock.now() + UNREAD_S
+            return
         if (master := world.master()) is not None:
             for task in list(world.tasks):
                 if task != master.task:
@@ -116,6 +121,47 @@ async def dies_when_switched(world: RescaledWorld) -> None:
     with armed("rescale.switched", cut), armed("rescale.retired", kill):
         PsFaults(world).join(world)
         await asyncio.sleep(4 * STANDBYS_S)
+
+
+async def dies_as_loops_end(world: RescaledWorld) -> None:
+    """A worker dies, and its last update is made when the others are at rest."""
+
+    def kill() -> None:
+        leads = world.led_by()
+        for task in world.staying():
+            if task not in leads:
+                world.kill(task, DEAF_S)
+
+    world.slow_share = 1.0
+    await asyncio.sleep(world.chance.uniform(STANDBYS_S, 2 * STANDBYS_S))
+    with armed("rescale.ahead", kill):
+        PsFaults(world).join(world)
+        await asyncio.sleep(2 * STANDBYS_S)
+
+
+async def dies_as_it_goes_back(world: RescaledWorld) -> None:
+    """A ps is lost, and then the master that takes the run back for it."""
+    await asyncio.sleep(world.chance.uniform(2 * STANDBYS_S, 3 * STANDBYS_S))
+    master = world.master()
+    assert master is not None
+    world.kill(world.chance.choice(world.staying_ps()), world.chance.uniform(0.1, 1.0))
+    await asyncio.sleep(world.chance.uniform(0.0, 2.0))
+    world.kill(master.task, DEAF_S)
+
+
+async def master_leaves(world: RescaledWorld) -> None:
+    """The last ps is the master, and leaves."""
+    faults = PsFaults(world)
+    await asyncio.sleep(STANDBYS_S)
+    if len(world.staying_ps()) < 2:
+        faults.join(world)
+        await asyncio.sleep(STANDBYS_S)
+    for _ in range(MOST):
+        if (master := world.master()) is None or master.task in world.staying_ps()[1:]:
+            break
+        await faults.one("named")  # so that the next one takes over
+        await asyncio.sleep(STANDBYS_S)
+    faults.leaves(world)
 
 
 async def run_of(seed: int, faults: Faults) -> RescaledWorld:

@@ -272,6 +272,12 @@ class RunProcess:
 
     # ------------------------------------------------------------ steps
 
+    async def make(
+        self, handle: str, step: int, batches: tuple[int, ...], version: int | None
+    ) -> None:
+        """Makes an update that has come."""
+        self.apply(handle, step, batches, version)
+
     def apply(
         self, handle: str, step: int, batches: tuple[int, ...], version: int | None
     ) -> None:
@@ -414,7 +420,7 @@ class SimulatedLoop:
 
         async def one(task: TaskName) -> None:
             await self.world.travel(self.process, task)
-            self.world.at(task).apply(handle, step, batches, version)
+            await self.world.at(task).make(handle, step, batches, version)
             self.world.applied(self.process)
             await self.world.travel(self.process, task)
 

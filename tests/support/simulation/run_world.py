@@ -121,6 +121,7 @@ class RunWorld:
         self.cuts: dict[frozenset[TaskName], float] = {}
         self.streams: dict[frozenset[TaskName], list[Callable[[Any], None]]] = {}
         self.losing_halts_until = 0.0
+        self.unread_until = 0.0  # no standby hears what its master has done
         self.torn = self.forgotten = 0
         self.updated_at = 0.0
         self.led_since = 0.0
@@ -293,12 +294,16 @@ class RunWorld:
         last = self.masters[-1]
         if master not in self.masters:
             self.note(f"{master.task} is the master")
-            is_gone = not last.alive or last.leaves
+            is_gone = not last.alive or last.leaves or self.is_given_up(last)
             is_gone |= self.clock.now() - self.led_since < AT_ONCE_S
             assert self.named or is_gone, f"{last.task} is there, and replaced"
             self.masters.append(master)
             self.led_since = self.clock.now()
             self.named = False
+
+    def is_given_up(self, process: RunProcess) -> bool:
+        """Whether another process may have the place of one."""
+        return False
 
     @property
     def is_losing_halts(self) -> bool:
@@ -316,6 +321,9 @@ class RunWorld:
             try:
                 async for reply in there.answers(method, copied(request)):
                     await there.awake()
+                    unread_s = self.unread_until - self.clock.now()
+                    if method == "RunJournal" and unread_s > 0.0:
+                        await asyncio.sleep(unread_s)
                     replies.put_nowait(copied(reply))
                 replies.put_nowait(None)
             except JGError as error:

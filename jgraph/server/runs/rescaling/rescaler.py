@@ -314,8 +314,13 @@ class RunRescaler:
 
     async def _give_programs(self, attempt: _Attempt) -> None:
         """Gives the programs of loops that have none for these ps yet."""
-        for loop in list(self._loops.newest):
+        loops = list(self._loops.newest)
+        for loop in loops:
             await self._give(attempt, loop.handle, loop.task)
+        if loops and attempt.left_out.issuperset(loop.task for loop in loops):
+            # So no program was given to any ps, which may not be able to take one.
+            what = f"{loops[0].task} is lost, and so are all that train"
+            raise TaskLostError(what, task=loops[0].task)
         if self._order.saves.snapshot:
             await self._give(attempt, self._order.saves.snapshot, "")
 
