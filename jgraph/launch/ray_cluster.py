@@ -18,7 +18,12 @@ from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_trans
 from jgraph.errors import ConfigError, RescaleError, StartError
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.device import TaskName
-from jgraph.launch.local.processes import START_S, check_counts, tasks_of
+from jgraph.launch.local.processes import (
+    START_S,
+    check_environment,
+    counts_of,
+    tasks_of,
+)
 from jgraph.launch.local.restarts import check_none_gone, check_restarts
 from jgraph.launch.ray_task import (
     RayOrder,
@@ -379,16 +384,13 @@ class RayCluster(Cluster):
         clock: Clock | None = None,
     ) -> None:
         check_transport(transport)
-        counts = {"ps": ps, "worker": workers, **(jobs or {})}
-        if evaluators:
-            counts["evaluator"] = evaluators
-        check_counts(counts)
+        counts = counts_of(ps, workers, evaluators, jobs)
         check_restarts(restarts)
         tasks = tasks_of(counts)
         more = {"worker": _SPARES, "ps": _SPARES if ps else 0}
         with_spares = tasks_of({j: n + more.get(j, 0) for j, n in counts.items()})
         self._spares = [task for task in with_spares if task not in tasks]
-        self._restarts, self._env = restarts, dict(env or {})
+        self._restarts, self._env = restarts, check_environment(env)
         self._way: TransportChoice = transport
         self._allow_sources = tuple(allow_sources)
         clock = clock or SystemClock()
@@ -412,7 +414,7 @@ class RayCluster(Cluster):
                 for task in tasks
             ]
             remaining_s = max(1.0, deadline - clock.now())
-            self._actors.start(orders, restarts, dict(env or {}), remaining_s)
+            self._actors.start(orders, restarts, self._env, remaining_s)
             chief = TaskName("/job:worker/task:0")
             address = spec.address(chief if workers else tasks[0])
             remaining_s = max(1.0, deadline - clock.now())

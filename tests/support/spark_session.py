@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -176,6 +177,10 @@ def refusals(spark: SparkSession) -> dict[str, Any]:
         "no_executors": refusal(spark, 1, 1, resources={"worker": {"cpus": 2}}),
         "no_such_job": refusal(spark, 1, 1, resources={"wroker": {"cpus": 2}}),
         "misspelled": refusal(spark, num_workers=4),
+        "env": refusal(spark, ps=1, workers=1, env={"A": 1}),
+        "jobs": refusal(spark, ps=1, workers=1, jobs=3),
+        "python": refusal(spark, ps=1, workers=1, python=3),
+        "resources": refusal(spark, ps=1, workers=1, resources=3),
         "unsafe_job": refusal(spark, ps=1, workers=1, jobs={"../other": 1}),
         "no_python": refusal(spark, ps=1, workers=0, python="/no/such/python"),
         "bare_python": refusal(spark, ps=1, workers=0, python="/usr/bin/python3"),
@@ -444,6 +449,7 @@ def executor_of(cluster: jg.SparkCluster, task: str) -> psutil.Process:
 def stop_inside(spark: SparkSession) -> dict[str, Any]:
     """Spark is stopped while servers run; the last scenario of its session."""
     facts: dict[str, Any] = {}
+    frame = spark.range(3)
     with jg.SparkCluster(spark, ps=1, workers=1) as cluster:
         there = servers()
         spark.stop()
@@ -458,6 +464,8 @@ def stop_inside(spark: SparkSession) -> dict[str, Any]:
         "there": len(there),
         "secrets_left": Path(secrets).exists(),
         "stopped": refusal(spark, ps=1, workers=1),
+        "frame_of_stopped": data_refusal(frame),
+        "scores_of_stopped": score_refusal(None, frame, ["id"], "p double"),
     }
 
 
@@ -513,6 +521,7 @@ def frames(spark: SparkSession) -> dict[str, Any]:
         for name in read[0]
         if name != "id"
     }
+    bare = without_pyarrow(spark, ids.select("id", every("float")))
     kept = Path(os.environ["SCENARIO_DIRECTORY"]) / "frame"
     jg.Source.spark(frame, columns=["id"], directory=kept)
     there = sorted(file.suffix for file in kept.iterdir())
@@ -537,6 +546,8 @@ def frames(spark: SparkSession) -> dict[str, Any]:
         "remote": data_refusal(frame, columns=["id"], directory="hdfs:///data/x"),
         "pattern": data_refusal(frame, columns=["id"], directory="/data/*"),
         "relative": data_refusal(frame, columns=["id"], directory="data"),
+        "number": data_refusal(frame, columns=["id"], directory=3),
+        "unwritable": data_refusal(frame, columns=["id"], directory="/proc/no/x"),
         "upwards": data_refusal(frame, columns=["id"], directory="/data/../x"),
     }
     refused = kept.parent / "refused"
@@ -556,6 +567,7 @@ def frames(spark: SparkSession) -> dict[str, Any]:
         "fields": {n: [str(a.dtype), list(a.shape)] for n, a in data.fields.items()},
         "seen": sorted(int(i) for ids in batch for i in ids) == list(range(1000)),
         "packed": packed,
+        "bare": bare,
         "kept": there,
         "wrong": wrong,
         "refused_left": refused.exists(),
@@ -570,6 +582,32 @@ def frames(spark: SparkSession) -> dict[str, Any]:
             "model": score_refusal(3, frame, ["dense"], "p double"),
             "no_frame": score_refusal(model, X, ["dense"], "p double"),
         },
+    }
+
+
+def without_pyarrow(spark: SparkSession, frame: Any) -> dict[str, Any]:
+    """Writes lists while the Python of Spark has no pyarrow."""
+    place = Path(os.environ["SCENARIO_DIRECTORY"]) / "bare"
+    place.mkdir(parents=True)
+    (place / "pyarrow.py").write_text("raise ImportError('not here')\n")
+    python = place / "python"
+    run = f'PYTHONPATH={place}:$PYTHONPATH exec {sys.executable} "$@"'
+    python.write_text(f"#!/bin/sh\n{run}\n")
+    python.chmod(0o700)
+    context = spark.sparkContext
+    usual, context.pythonExec = context.pythonExec, str(python)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            source = jg.Source.spark(frame)
+    finally:
+        context.pythonExec = usual
+    read = read_all(str(source.spec["path"]), None)
+    expected = lambda one: (one["id"][:, None] + [0, 1, 1]) % 2
+    return {
+        "said": [str(one.message) for one in warned if one.category is UserWarning],
+        "where": {Path(one.filename).name for one in warned} >= {Path(__file__).name},
+        "read": all((one["a float"] == expected(one)).all() for one in read),
     }
 
 

@@ -23,7 +23,8 @@ from jgraph.launch.local.freezes import check_frozen_s
 from jgraph.launch.local.processes import (
     START_S,
     TaskProcesses,
-    check_counts,
+    check_environment,
+    counts_of,
     tasks_of,
 )
 from jgraph.launch.local.restarts import check_none_gone, check_restarts
@@ -107,11 +108,8 @@ class LocalCluster(Cluster):
         clock: Clock | None = None,
     ) -> None:
         check_transport(transport)
-        counts = {"ps": ps, "worker": workers, **(jobs or {})}
-        if evaluators:
-            counts["evaluator"] = evaluators
-        check_counts(counts)
-        counts = {job: int(count) for job, count in counts.items()}
+        counts = counts_of(ps, workers, evaluators, jobs)
+        given = check_environment(env)
         check_restarts(restarts)
         check_frozen_s(frozen_s)
         clock = clock or SystemClock()
@@ -134,7 +132,7 @@ class LocalCluster(Cluster):
                 }
                 make_certificates(self._certificates, tasks_of(with_spares))
             token = Token.make(Path(self._secrets) / NAME)
-            environment = {**(env or {}), TOKEN_FILE: str(token.path)}
+            environment = {**given, TOKEN_FILE: str(token.path)}
             with show_wait(f"starting {sum(counts.values())} tasks"):
                 self._processes = TaskProcesses(
                     *(counts, self._directory, environment, transport, timeout_s),

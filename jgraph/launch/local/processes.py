@@ -452,6 +452,62 @@ def tasks_of(counts: Mapping[str, int]) -> list[TaskName]:
     ]
 
 
+def counts_of(
+    ps: int, workers: int, evaluators: int, jobs: Mapping[str, int] | None
+) -> dict[str, int]:
+    """Returns how many tasks each job has, as a caller has asked for them.
+
+    Raises:
+      ConfigError: see ``check_counts``, or jobs that are no dict.
+
+    Example:
+      >>> counts_of(1, 2, 0, {"spare": 1})
+      {'ps': 1, 'worker': 2, 'spare': 1}
+    """
+    if not isinstance(jobs, Mapping | None):
+        raise ConfigError(
+            f"jobs is {jobs!r:.60}; write how many tasks each further job has, for "
+            'example jobs={"spare": 1}'
+        )
+    counts = {"ps": ps, "worker": workers, **(jobs or {})}
+    if evaluators:
+        counts["evaluator"] = evaluators
+    check_counts(counts)
+    return {job: int(count) for job, count in counts.items()}
+
+
+def check_environment(environment: object) -> dict[str, str]:
+    """Returns the variables that a caller has given for the processes of tasks.
+
+    Raises:
+      ConfigError: they are no dict of texts.
+
+    Example:
+      >>> check_environment({"A": 1})
+      Traceback (most recent call last):
+      jgraph.errors.ConfigError: JG-124 env has 'A': 1; write texts: env={"A": "1"}
+    """
+    if environment is None:
+        return {}
+    if not isinstance(environment, Mapping):
+        raise ConfigError(
+            f"env is {environment!r:.60}; write variables and their values, for "
+            'example env={"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}'
+        )
+    for name, value in environment.items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise ConfigError(
+                f"env has {name!r:.60}: {value!r:.60}; write texts: "
+                f'env={{"{name!s:.60}": "{value!s:.60}"}}'
+            )
+        if not name or "=" in name or "\0" in name + value:
+            raise ConfigError(
+                f"env has {name!r:.60}: {value!r:.60}, which cannot be: a name has "
+                "letters and no '=', and neither has a NUL; write it without"
+            )
+    return dict(environment)
+
+
 def check_counts(counts: Mapping[str, object]) -> None:
     """Refuses a cluster of no tasks, counts that are no whole numbers, and odd names.
 
@@ -465,12 +521,12 @@ def check_counts(counts: Mapping[str, object]) -> None:
     if not all(isinstance(n, kinds) and n >= 0 for n in counts.values()):
         raise ConfigError(
             f"counts of tasks are whole numbers, not {text}; write for example "
-            "jg.LocalCluster(ps=2, workers=2)"
+            "ps=2, workers=2"
         )
     if not any(counts.values()):
         raise ConfigError(
             f"a cluster needs at least one task, and this has {text}; write for "
-            "example jg.LocalCluster(ps=2, workers=2)"
+            "example ps=2, workers=2"
         )
     ClusterSpec({job: {0: "127.0.0.1:0"} for job in counts}, port_zero=True)
 

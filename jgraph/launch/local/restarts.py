@@ -172,7 +172,8 @@ class Restarter:
     def _leave(self, process: Process, why: str) -> None:
         text = f"{why}, and is not started again"
         self.events.note("abandoned", text)
-        with_log = f"{text}. The end of its log:\n{process.tail()}"
+        tail = process.tail()
+        with_log = f"{text}. The end of its log:\n{tail}" if tail else text
         _LOG.error("%s", with_log)
         self.final_deaths[process.task] = with_log
 

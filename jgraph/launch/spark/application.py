@@ -5,6 +5,7 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any, Final, final
 
+from jgraph.client.spark.failures import has_ended
 from jgraph.client.spark.slots import held_slots, is_local, slots_of
 from jgraph.errors import ConfigError
 
@@ -73,6 +74,20 @@ def check_allocation(settings: Any, master: str) -> None:
     )
 
 
+def check_python(python: object) -> None:
+    """Refuses what is no path of a Python on executors.
+
+    Raises:
+      ConfigError: shows what was given.
+    """
+    if not isinstance(python, str) or "\0" in python:
+        raise ConfigError(
+            f"python is {python!r:.60}; write the path that it has on executors, for "
+            'example python="/opt/train/bin/python", or leave it away for the one of '
+            "this process"
+        )
+
+
 @final
 class Application:
     """What a session's application can give.
@@ -88,7 +103,7 @@ class Application:
         needs_pyspark()
         check_session(spark)
         self.context = spark.sparkContext
-        if self.context._jsc is None:  # noqa: SLF001  # nothing public says it
+        if has_ended(self.context):
             raise ConfigError(
                 "jg.SparkCluster was given a session that was stopped; make another "
                 "one with SparkSession.builder.getOrCreate()"
@@ -137,6 +152,11 @@ class Application:
           ConfigError: a job that the cluster lacks, no such amount, or executors that
             cannot be asked.
         """
+        if not isinstance(resources, Mapping):
+            raise ConfigError(
+                f"resources is {resources!r:.60}; write what each task of a job asks "
+                'for, for example resources={"worker": {"cpus": 4, "gpu": 1}}'
+            )
         if unknown := sorted(resources.keys() - set(jobs)):
             raise ConfigError(
                 f"resources names '{unknown[0]}', and the cluster has only "
@@ -171,6 +191,11 @@ class Application:
 def _profile(job: str, asked: Mapping[str, Any]) -> Any:
     from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
+    if not isinstance(asked, Mapping):
+        raise ConfigError(
+            f"resources asks {asked!r:.60} for each {job}; write for example "
+            '{"cpus": 4, "gpu": 1}'
+        )
     requests = TaskResourceRequests()
     for name, amount in asked.items():
         is_number = isinstance(amount, int | float) and not isinstance(amount, bool)

@@ -21,9 +21,9 @@ from jgraph.errors import (
 )
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.device import TaskName
-from jgraph.launch.local.processes import check_counts, tasks_of
+from jgraph.launch.local.processes import check_environment, counts_of, tasks_of
 from jgraph.launch.local.restarts import check_none_gone, check_restarts
-from jgraph.launch.spark.application import Application
+from jgraph.launch.spark.application import Application, check_python
 from jgraph.launch.spark.processes import SparkProcesses
 from jgraph.launch.spark.task_process import SparkOrder
 from jgraph.rpc.security.certificates import Authority, write_certificates
@@ -102,10 +102,9 @@ class SparkCluster(Cluster):
     ) -> None:
         application = Application(spark)
         check_transport(transport)
-        counts = {"ps": ps, "worker": workers, **(jobs or {})}
-        if evaluators:
-            counts["evaluator"] = evaluators
-        check_counts(counts)
+        counts = counts_of(ps, workers, evaluators, jobs)
+        environment = check_environment(env)
+        check_python(python)
         check_restarts(restarts)
         check_seconds("timeout_s", timeout_s)
         tasks = tasks_of(counts)
@@ -127,7 +126,7 @@ class SparkCluster(Cluster):
                 authority, token.value, transport, tuple(allow_sources), FROZEN_S
             )
             self._processes = SparkProcesses(
-                *(application, tasks, directory, order, dict(env or {})),
+                *(application, tasks, directory, order, environment),
                 python=python,
                 resources=resources or {},
                 restarts=restarts,

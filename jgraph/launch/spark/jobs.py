@@ -11,23 +11,12 @@ from contextlib import suppress
 from typing import Any, Final, final
 
 from jgraph.client.spark.by_value import by_value
+from jgraph.client.spark.failures import reason_of
 from jgraph.clock import Clock
 from jgraph.graph.device import TaskName
 from jgraph.launch.spark import keeper
 
 _END_S: Final = 10.0
-_WHY: Final = 400
-
-
-def has_ended(context: Any) -> bool:
-    """Whether a SparkContext was stopped, or its JVM is gone."""
-    from py4j.protocol import Py4JError
-
-    try:
-        java = context._jsc  # noqa: SLF001  # nothing public says it
-        return java is None or bool(java.sc().isStopped())
-    except (Py4JError, OSError, AttributeError):
-        return True
 
 
 @final
@@ -126,18 +115,5 @@ class SparkJobs:
                 jobs = jobs.withResources(profile)
             jobs.collect()
         except Exception as error:  # noqa: BLE001  # whatever ended it, it is over
-            return _reason(error)
+            return reason_of(error)
         return "its Spark task has ended"
-
-
-def _reason(error: Exception) -> str:
-    """Returns what Spark says of a job that failed, without its stacks."""
-    text = str(getattr(error, "java_exception", None) or error)
-    lines = [
-        line.strip()
-        for line in text.splitlines()
-        if line.strip() and not line.lstrip().startswith(("at ", "File ", "Traceback"))
-    ]
-    ours = [line for line in lines if line.startswith("RuntimeError: ")]
-    chosen = ours[-1].removeprefix("RuntimeError: ") if ours else " ".join(lines[:2])
-    return chosen[:_WHY] or type(error).__name__

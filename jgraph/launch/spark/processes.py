@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, final
 
+from jgraph.client.spark.failures import has_ended
 from jgraph.client.spark.slots import hold
 from jgraph.clock import Clock
 from jgraph.cluster.events import Event
@@ -19,7 +20,7 @@ from jgraph.launch.local.processes import each, environment_of
 from jgraph.launch.local.restarts import Restarter
 from jgraph.launch.spark.application import Application, driver_python
 from jgraph.launch.spark.control import ControlServer
-from jgraph.launch.spark.jobs import SparkJobs, has_ended
+from jgraph.launch.spark.jobs import SparkJobs
 from jgraph.launch.spark.task_process import SparkOrder, SparkProcess
 from jgraph.launch.spark.versions import check_hellos, problem_of
 

@@ -283,8 +283,9 @@ class SparkProcess:
             self._changed.wait_for(lambda: self._lines or self._code is not None)
             if self._code is None:
                 return self._lines.popleft()
+        tail = self.tail()
+        log = f"The end of its log:\n{tail}" if tail else "It has written no log"
         raise StartError(
-            f"{self.task} ended by {self._why} while starting. The end of its log:\n"
-            f"{self.tail()}",
+            f"{self.task} ended by {self._why} while starting. {log}",
             task=self.task,
         )

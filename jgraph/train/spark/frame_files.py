@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
+from jgraph.client.spark.failures import has_ended, writing
 from jgraph.client.spark.slots import check_slot
 from jgraph.errors import ConfigError, DataError
 from jgraph.runtime.data.packed_lists import DTYPE
@@ -58,6 +59,12 @@ def check_frame(frame: object, what: str) -> None:
             "spark.createDataFrame(…) makes one of pandas, and fit takes arrays as "
             "they are"
         )
+    context = getattr(frame.sparkSession, "_sc", None)  # none of Spark Connect
+    if context is not None and has_ended(context):
+        raise ConfigError(
+            f"{what} was given a DataFrame of a session that was stopped; make another "
+            "session with SparkSession.builder.getOrCreate(), and the DataFrame there"
+        )
 
 
 def check_columns(frame: Any, columns: Sequence[str] | None) -> list[str]:
@@ -80,7 +87,7 @@ def check_columns(frame: Any, columns: Sequence[str] | None) -> list[str]:
             near = difflib.get_close_matches(str(name), frame.columns, 1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
             raise ConfigError(
-                f"the DataFrame has no column '{name}'{hint} It has "
+                f"the DataFrame has no column '{name}'{hint or '.'} It has "
                 f"{', '.join(frame.columns)}"
             )
         if names.count(name) > 1 or frame.columns.count(name) > 1:
@@ -115,14 +122,16 @@ def write_frame(
     had_one = where.exists()
     try:
         numbers = with_packed_lists(frame.select(*chosen))
-        numbers.write.mode("append").options(
+        to_write = numbers.write.mode("append").options(
             **{
                 "parquet.block.size": group_bytes(len(names)),
                 # Nobody asks for the least and the greatest row of each group.
                 "parquet.column.statistics.enabled": "false",
                 "compression": "none",  # to read takes half the time
             }
-        ).parquet(where.as_uri())
+        )
+        with writing(where):
+            to_write.parquet(where.as_uri())
         _check_rows(frame.sparkSession.read.parquet(where.as_uri()), frame, names)
     except BaseException:
         _forget(where, keep=had_one)
@@ -190,7 +199,13 @@ def _directory(frame: Any, directory: str | os.PathLike[str] | None) -> Path:
                 'jg.Source.spark(df, directory="/mnt/share/train")'
             )
         return Path(tempfile.mkdtemp(prefix="jgraph-frame-"))
-    text = os.fspath(directory)
+    try:
+        text = os.fsdecode(directory)
+    except TypeError:
+        raise ConfigError(
+            f"directory is {directory!r:.60}; write a path, for example "
+            'directory="/mnt/share/train"'
+        ) from None
     scheme, _, rest = text.partition("://")
     if rest and scheme != "file":
         raise ConfigError(

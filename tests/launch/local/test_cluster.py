@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -193,8 +194,24 @@ def test_cluster_of_nothing_is_refused() -> None:
         LocalCluster(ps=0, workers=0)
 
 
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"env": {"A": 1}}, 'JG-124 env has \'A\': 1; write texts: env={"A": "1"}'),
+        ({"env": "A=1"}, "env is 'A=1'; write variables and their values"),
+        ({"env": {"A=": "1"}}, "env has 'A=': '1', which cannot be"),
+        ({"jobs": ["spare"]}, "jobs is ['spare']; write how many tasks"),
+    ],
+)
+def test_what_is_no_job_or_variable_is_refused(options: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
+        LocalCluster(ps=1, workers=1, **options)
+
+
 def test_counts_that_are_no_whole_numbers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"not '2' ps, 2 worker.*LocalCluster\(ps=2"):
+    with pytest.raises(
+        ConfigError, match=r"not '2' ps, 2 worker.*write for example ps=2"
+    ):
         LocalCluster(ps="2")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="not -1 ps, 1 worker"):
         LocalCluster(ps=-1, workers=1)

@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
+from jgraph.client.spark.failures import reason_of
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import StartError, VersionError
 from jgraph.graph.device import TaskName
 from jgraph.launch.spark import control, keeper
 from jgraph.launch.spark.control import ControlServer
-from jgraph.launch.spark.jobs import _reason
 from jgraph.launch.spark.keeper import serve
 from jgraph.launch.spark.task_process import LOST, SparkOrder, SparkProcess
 from jgraph.launch.spark.versions import check_versions
@@ -219,9 +219,9 @@ def test_what_spark_says_of_a_job_is_one_line_without_its_stacks() -> None:
         "Traceback (most recent call last):\n  File x, line 1\n"
         "RuntimeError: /job:ps/task:0 on h does not reach the driver\n\tat org.Z"
     )
-    assert _reason(Exception(text)) == "/job:ps/task:0 on h does not reach the driver"
-    assert _reason(Exception("Job 3 cancelled\n\tat X")) == "Job 3 cancelled"
-    assert _reason(EOFError()) == "EOFError"
+    assert reason_of(Exception(text)) == "/job:ps/task:0 on h does not reach the driver"
+    assert reason_of(Exception("Job 3 cancelled\n\tat X")) == "Job 3 cancelled"
+    assert reason_of(EOFError()) == "EOFError"
 
 
 def test_versions_that_will_not_do_are_a_table() -> None:

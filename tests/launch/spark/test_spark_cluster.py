@@ -115,6 +115,10 @@ def test_what_cannot_be_a_cluster_on_spark_is_refused_in_words(
     assert "resources names 'wroker'" in found["no_such_job"]
     assert "write workers=2" in found["misspelled"]
     assert "../other" in found["unsafe_job"]
+    assert 'env={"A": "1"}' in found["env"]
+    assert "jobs is 3; write how many tasks" in found["jobs"]
+    assert "python is 3; write the path" in found["python"]
+    assert "resources is 3; write what each task" in found["resources"]
     assert found["left"] == found["jobs_left"] == 0
 
 
@@ -156,6 +160,20 @@ def test_a_data_frame_is_written_once_and_read_as_files(night: Facts) -> None:
 
 @pytest.mark.bad_input_row(30)
 @pytest.mark.nightly
+def test_lists_stay_lists_where_the_python_of_spark_has_no_pyarrow_which_is_said(
+    night: Facts,
+) -> None:
+    found = night["frames"]["bare"]
+    (said,) = found["said"]
+    assert "the Python of Spark cannot pack them (" in said
+    assert "PyArrow" in said
+    assert "type: export PYSPARK_PYTHON=" in said
+    assert found["where"], "at the line of who wrote jg.Source.spark"
+    assert found["read"]
+
+
+@pytest.mark.bad_input_row(30)
+@pytest.mark.nightly
 def test_a_data_frame_that_is_no_data_is_refused_with_counts_and_leaves_nothing(
     night: Facts,
 ) -> None:
@@ -174,6 +192,9 @@ def test_a_data_frame_that_is_no_data_is_refused_with_counts_and_leaves_nothing(
     assert "the DataFrame has no rows" in said["no_rows"]
     assert "there is something in" in said["full"]
     assert "mount hdfs on all hosts" in said["remote"]
+    assert 'directory is 3; write a path, for example directory="/' in said["number"]
+    assert "Spark could not write the DataFrame to /proc/no/x: " in said["unwritable"]
+    assert "Mkdirs failed to create" in said["unwritable"]
     for name in ("pattern", "relative", "upwards"):
         assert "write a whole path from / on" in said[name]
 
@@ -206,6 +227,8 @@ def test_servers_end_when_spark_is_stopped_and_the_cluster_says_so(
     assert "the Spark application has ended" in found["error"]
     assert "make a new jg.SparkCluster" in found["error"]
     assert "was given a session that was stopped" in found["stopped"]
+    for name in ("frame_of_stopped", "scores_of_stopped"):
+        assert "a DataFrame of a session that was stopped" in found[name]
     assert not found["secrets_left"]
 
 

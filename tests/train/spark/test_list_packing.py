@@ -1,12 +1,13 @@
 """Lists of record batches as bytes, and read again, without a JVM."""
 
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jgraph.runtime.data.packed_lists import unpacked
-from jgraph.train.spark.list_packing import packer
+from jgraph.train.spark.list_packing import lacking, packer
 
 pa = pytest.importorskip("pyarrow")
 
@@ -56,6 +57,13 @@ def test_a_list_that_is_missing_or_has_a_hole_shows_in_its_bytes(
 ) -> None:
     column = packed(rows)
     assert [None if x is None else len(x) for x in column.to_pylist()] == nbytes
+
+
+def test_a_python_says_which_package_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyspark", reason="needs jgraph[spark]")
+    assert not lacking()(0)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "PyArrow >= " in lacking()(0)
 
 
 def test_a_batch_without_rows_is_packed_as_one() -> None:
