@@ -603,7 +603,7 @@ def without_pyarrow(spark: SparkSession, frame: Any) -> dict[str, Any]:
     finally:
         context.pythonExec = usual
     read = read_all(str(source.spec["path"]), None)
-    expected = lambda one: (one["id"][:, None] + [0, 1, 1]) % 2
+    expected: Callable[[Any], Any] = lambda one: (one["id"][:, None] + [0, 1, 1]) % 2
     return {
         "said": [str(one.message) for one in warned if one.category is UserWarning],
         "where": {Path(one.filename).name for one in warned} >= {Path(__file__).name},

@@ -109,7 +109,7 @@ class LocalCluster(Cluster):
     ) -> None:
         check_transport(transport)
         counts = counts_of(ps, workers, evaluators, jobs)
-        given = check_environment(env)
+        variables = check_environment(env)
         check_restarts(restarts)
         check_frozen_s(frozen_s)
         clock = clock or SystemClock()
@@ -132,7 +132,7 @@ class LocalCluster(Cluster):
                 }
                 make_certificates(self._certificates, tasks_of(with_spares))
             token = Token.make(Path(self._secrets) / NAME)
-            environment = {**given, TOKEN_FILE: str(token.path)}
+            environment = {**variables, TOKEN_FILE: str(token.path)}
             with show_wait(f"starting {sum(counts.values())} tasks"):
                 self._processes = TaskProcesses(
                     *(counts, self._directory, environment, transport, timeout_s),
