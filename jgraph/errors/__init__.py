@@ -24,6 +24,7 @@
     │   ├── ShardingError             JG-233  a variable that cannot be cut like this
     │   ├── PipelineError             JG-234  a pipeline that cannot be
     │   ├── MemoryLimitError          JG-235  no placement keeps the limits of memory
+    │   ├── RowBudgetError            JG-236  more rows in a round than may be
     │   ├── CheckpointError           JG-301  checkpoint missing, or of another model
     │   │   ├── CheckpointCorruptError    JG-302  damaged; names the leaf
     │   │   ├── CheckpointWriterError     JG-303  another process writes there

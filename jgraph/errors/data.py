@@ -82,6 +82,20 @@ class RowIdError(UserError, IndexError):
     code = "JG-218"
 
 
+class RowBudgetError(UserError):
+    """A round of local steps that needs more rows than a worker may hold.
+
+    The steps of a round look up more different rows of a table than
+    ``LocalSGD(row_budget=…)`` allows. Nothing of the round was applied; the run ends
+    with the updates before.
+
+    What to do: a larger ``row_budget=``, if the hosts of the workers have the memory;
+    fewer steps in a round (``sync_every=``), or smaller batches.
+    """
+
+    code = "JG-236"
+
+
 class TooLargeError(UserError, MemoryError):
     """A value too large to bring to the client.
 

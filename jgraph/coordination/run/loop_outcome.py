@@ -8,12 +8,13 @@ from jgraph.errors import (
     ClusterUnreachableError,
     JGError,
     NonFiniteError,
+    RowBudgetError,
     RowIdError,
     TaskLostError,
 )
 from jgraph.graph.ir import TaskName
 
-BATCH_ERRORS: Final = (NonFiniteError, RowIdError)
+BATCH_ERRORS: Final = (NonFiniteError, RowIdError, RowBudgetError)
 """Errors of a step that is not applied, whose worker and tasks are well."""
 
 

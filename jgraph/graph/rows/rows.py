@@ -140,7 +140,7 @@ class Layout:
 
 
 def unique_rows(
-    ids: Array, *, rows: int, feature: str = "", drop: bool = False
+    ids: Array, *, rows: int, feature: str = "", drop: bool = False, most: int = 0
 ) -> tuple[Array, Array]:
     """Returns (unique ids, position of each id among them).
 
@@ -150,6 +150,7 @@ def unique_rows(
       rows: rows of the table; the padding of the unique ids.
       feature: where the ids come from, for the message about one out of range.
       drop: ids out of range are not an error; they have no row.
+      most: more rows than that are an error of the runtime; 0: any number.
 
     Returns:
       unique: int32[n], ascending, padded with ``rows``.
@@ -164,12 +165,19 @@ def unique_rows(
       GraphError: the table has more than ``MOST_ROWS`` rows.
     """
     check_row_count(rows, feature)
-    unique, positions = unique_rows_p.bind(ids, rows=rows, feature=feature, drop=drop)
+    unique, positions = unique_rows_p.bind(
+        ids, rows=rows, feature=feature, drop=drop, most=most
+    )
     return unique, positions
 
 
 def route_rows(
-    ids: Array, *, layout: Layout, feature: str = "", drop: bool = False
+    ids: Array,
+    *,
+    layout: Layout,
+    feature: str = "",
+    drop: bool = False,
+    most: int = 0,
 ) -> tuple[Array, tuple[Array, ...]]:
     """Returns (position of each id in the merged rows, unique rows per shard).
 
@@ -178,6 +186,7 @@ def route_rows(
       layout: the shards.
       feature: as for ``unique_rows``.
       drop: as for ``unique_rows``.
+      most: as for ``unique_rows``.
 
     Returns:
       positions: int32[n].
@@ -191,7 +200,7 @@ def route_rows(
     """
     check_row_count(layout.rows, feature)
     positions, *local = route_rows_p.bind(
-        ids, layout=layout, feature=feature, drop=drop
+        ids, layout=layout, feature=feature, drop=drop, most=most
     )
     return positions, tuple(local)
 
@@ -220,7 +229,10 @@ def split_rows(
     return tuple(split_rows_p.bind(values, *local, layout=layout))
 
 
-def _unique(ids: Array, *, rows: int, feature: str, drop: bool) -> list[Array]:
+def _unique(
+    ids: Array, *, rows: int, feature: str, drop: bool, most: int
+) -> list[Array]:
+    del drop, most  # of which only servers say what is wrong
     if ids.ndim == 2:
         raise needs_ps(feature)
     known = jnp.where((ids >= 0) & (ids < rows), ids, rows)
@@ -229,7 +241,10 @@ def _unique(ids: Array, *, rows: int, feature: str, drop: bool) -> list[Array]:
     return [unique, jnp.where(known == rows, ids.shape[0], positions)]
 
 
-def _route(ids: Array, *, layout: Layout, feature: str, drop: bool) -> list[Array]:
+def _route(
+    ids: Array, *, layout: Layout, feature: str, drop: bool, most: int
+) -> list[Array]:
+    del drop, most  # as above
     if layout.kind == "hash":
         raise needs_ps(feature)
     count, rows = ids.shape[0], layout.rows

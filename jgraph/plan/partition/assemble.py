@@ -321,6 +321,7 @@ class Assembler:
                     drop=params["drop"],
                     positions=outs[0],
                     local=outs[1:],
+                    most=params["most"],
                 )
             case "merge_rows":
                 node = MergeNode(

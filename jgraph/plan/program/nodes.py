@@ -163,7 +163,7 @@ class RouteNode:
     """Finds the rows of a sharded table that ids need (``route_rows``).
 
     Gives the position of each id among the merged rows, and per shard the rows there:
-    each once, ascending, only those that are needed.
+    each once, ascending, only those that are needed, ``most`` at most (0: any number).
     """
 
     ids: ValueId
@@ -172,6 +172,7 @@ class RouteNode:
     drop: bool
     positions: ValueId
     local: tuple[ValueId, ...]
+    most: int = 0
 
 
 @final

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from jgraph.errors import MalformedMessageError, RowIdError
+from jgraph.errors import MalformedMessageError, RowBudgetError, RowIdError
 from jgraph.graph.rows.hash_keys import join_keys, route_keys
 from jgraph.graph.rows.rows import NO_ID, Layout, check_row_count, id_text, padding_of
 from jgraph.plan.program.nodes import (
@@ -91,7 +91,12 @@ _ALIGNMENT = 64
 
 
 def route(
-    ids: Array, layout: Layout, feature: str = "", *, drop: bool = False
+    ids: Array,
+    layout: Layout,
+    feature: str = "",
+    *,
+    drop: bool = False,
+    most: int = 0,
 ) -> tuple[Array, list[Array]]:
     """Returns (position of each id in the merged rows, needed rows per shard).
 
@@ -100,6 +105,7 @@ def route(
       layout: the shards.
       feature: where the ids come from, for the message.
       drop: an id out of range is not an error; its position is ``n``.
+      most: how many rows may be needed; 0: any number.
 
     Returns:
       positions: int32[n].
@@ -108,6 +114,7 @@ def route(
 
     Raises:
       RowIdError: an id is out of range, and not ``NO_ID``.
+      RowBudgetError: more rows are needed than there may be.
       GraphError: the table has more rows than int32 counts.
 
     Example:
@@ -117,7 +124,9 @@ def route(
     """
     ids = np.asarray(ids)
     if layout.kind == "hash":
-        return route_keys(join_keys(ids), layout.shards)
+        positions, local = route_keys(join_keys(ids), layout.shards)
+        _check_budget(sum(map(len, local)), most, feature)
+        return positions, local
     check_row_count(layout.rows, feature)
     starts = np.concatenate([[0], np.cumsum(layout.sizes)]).astype(np.int32)
     known = None
@@ -131,7 +140,8 @@ def route(
     if layout.kind == "mod":
         places = starts[places % layout.shards] + places // layout.shards
     needed, found = np.unique(places, return_inverse=True)
-    positions: Array = found.astype(np.int32).reshape(-1)
+    _check_budget(len(needed), most, feature)
+    positions = found.astype(np.int32).reshape(-1)
     if known is not None:
         all_positions = np.full(ids.shape, len(ids), np.int32)
         all_positions[known] = positions
@@ -213,7 +223,9 @@ def moved(
     """
     if isinstance(node, RouteNode):
         ids = value_of(node.ids)
-        positions, local = route(ids, node.layout, node.feature, drop=node.drop)
+        positions, local = route(
+            *(ids, node.layout, node.feature), drop=node.drop, most=node.most
+        )
         return [positions, *local]
     if isinstance(node, UnpackNode):
         cuts = cuts_of([types[v] for v in node.outs])
@@ -319,6 +331,18 @@ def _out_of_range(ids: Array, wrong: Array, rows: int, feature: str) -> RowIdErr
         id=int(ids[first]),
         rows=rows,
     )
+
+
+def _check_budget(count: int, most: int, feature: str) -> None:
+    if most and count > most:
+        raise RowBudgetError(
+            f"feature '{feature}' needs {count:,} rows in a round, and a worker may "
+            f"hold {most:,}; raise LocalSGD(row_budget={count}) or more, or let a "
+            "round have fewer steps",
+            feature=feature,
+            rows=count,
+            budget=most,
+        )
 
 
 def _not_the_rows(value: Array, type_: ValueType) -> MalformedMessageError:

@@ -93,7 +93,7 @@ class ShardState:
         if equation.primitive.name == "join_rows":
             self._join(number, equation)
             return
-        params = {k: equation.params[k] for k in ("feature", "drop")}
+        params = {k: equation.params[k] for k in ("feature", "drop", "most")}
         layouts = self.accesses.layouts[number]
         in_order = all(la.kind != "mod" or la.shards == 1 for la in layouts)
         with _compat.under(equation):

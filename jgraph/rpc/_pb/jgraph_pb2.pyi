@@ -5785,11 +5785,14 @@ class RouteNode(_message.Message):
     DROP_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
+    MOST_FIELD_NUMBER: _builtins.int
     ids: _builtins.int
     feature: _builtins.str
     drop: _builtins.bool
     """ids out of range are not an error"""
     positions: _builtins.int
+    most: _builtins.int
+    """more rows than that are an error; 0: any number"""
     @_builtins.property
     def layout(self) -> Global___Layout: ...
     @_builtins.property
@@ -5805,10 +5808,11 @@ class RouteNode(_message.Message):
         drop: _builtins.bool = ...,
         positions: _builtins.int = ...,
         local: _abc.Iterable[_builtins.int] | None = ...,
+        most: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drop", b"drop", "feature", b"feature", "ids", b"ids", "layout", b"layout", "local", b"local", "positions", b"positions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drop", b"drop", "feature", b"feature", "ids", b"ids", "layout", b"layout", "local", b"local", "most", b"most", "positions", b"positions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -62,6 +62,7 @@ class LocalRule:
       epochs: of a client's own data in a round, whose batch says how many steps these
         are; 0: its data is not its own.
       proximal: how strongly parameters are held to those at the begin of the round.
+      row_budget: how many rows of a table the steps of a round may need; 0: any number.
     """
 
     tx: Optimizer
@@ -71,6 +72,7 @@ class LocalRule:
     inner_state: InnerState = "keep"
     epochs: int = 0
     proximal: float = 0.0
+    row_budget: int = 0
 
 
 @final

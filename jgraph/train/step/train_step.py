@@ -334,10 +334,12 @@ class TrainStep:
             for name, group, aval in zip(self.names, self._groups, avals, strict=True)
             if name.startswith("opt/")
         }
-        return decide(
+        by_rows = decide(
             *(row_tables, self._tx, now["params"], slots, self._beside),
             *(self._sparse, count),
         )
+        budget = 0 if self.local is None else self.local.rule.row_budget
+        return replace(by_rows, budget=budget)
 
     @property
     def _beside(self) -> list[int | None]:

@@ -68,6 +68,8 @@ class LocalSGD:
         many updates since its worker read the parameters: one that would run ahead
         waits, as with ``AsyncPS``. As an update is of one worker, ``outer`` needs a
         rate that is smaller, ``optax.sgd(0.5)``. If unset, an update is of all workers.
+      row_budget: how many rows of a table a worker may hold in a round; a round that
+        looks up more ends the run (``RowBudgetError``). If unset, any number.
       backup_workers: how many workers a round does not wait for.
       step_timeout_s: limit for one round, in seconds.
       variable_partitioner: as for ``SyncPS``.
@@ -92,6 +94,7 @@ class LocalSGD:
     weight: StepWeight = "steps"
     inner_state: InnerState = "keep"
     max_staleness: int | None = None
+    row_budget: int | None = None
     backup_workers: int = 0
     step_timeout_s: float = 600.0
     variable_partitioner: Partitioner | None = None
@@ -109,6 +112,13 @@ class LocalSGD:
                 "or more"
             )
         as_ints(self, "sync_every")
+        if self.row_budget is not None:
+            if not is_count(self.row_budget, 1):
+                raise ConfigError(
+                    f"row_budget is {self.row_budget!r:.60}; give how many rows of a "
+                    "table a worker may hold in a round, 1 or more"
+                )
+            as_ints(self, "row_budget")
         self._check_pace()
         check_outer(self.outer)
         for name, value, known in [
@@ -207,7 +217,10 @@ class LocalSGD:
         """
         paced = self.sync_every_s is not None
         weighs = paced and self.weight == "steps"
-        return LocalRule(tx, self.sync_every, paced, weighs, self.inner_state)
+        return LocalRule(
+            *(tx, self.sync_every, paced, weighs, self.inner_state),
+            row_budget=self.row_budget or 0,
+        )
 
     @property
     def outer_optimizer(self) -> optax.GradientTransformation:

@@ -88,6 +88,7 @@ class RowStep:
       whole: numbers of the tables that are updated as a whole all the same.
       notes: a line per decision, for people.
       count: steps of one worker whose rows travel together.
+      budget: how many rows of a table these may need; 0: any number.
     """
 
     tables: RowTables
@@ -95,6 +96,7 @@ class RowStep:
     whole: frozenset[int]
     notes: tuple[str, ...]
     count: int = 1
+    budget: int = 0
 
     def most(self, table: RowTable) -> int:
         """Returns how many ids of a table a worker has at most."""
@@ -128,7 +130,7 @@ class RowStep:
 
         table_ids = jax.vmap(ids_of)(batches, seeds)
         rows = [
-            _rows(table, ids)
+            _rows(table, ids, self.budget)
             for table, ids in zip(self.tables.tables, table_ids, strict=True)
         ]
         positions = [
@@ -145,7 +147,7 @@ def _by_step(table: RowTable, positions: jax.Array, steps: int) -> jax.Array:
     return jnp.concatenate([part.reshape(steps, -1) for part in parts], axis=1)
 
 
-def _rows(table: RowTable, lookup_ids: Sequence[jax.Array]) -> Rows:
+def _rows(table: RowTable, lookup_ids: Sequence[jax.Array], budget: int = 0) -> Rows:
     parts = [
         keys_or_ids.reshape(-1, 2)
         if table.hashed
@@ -154,7 +156,11 @@ def _rows(table: RowTable, lookup_ids: Sequence[jax.Array]) -> Rows:
     ]
     ids = jnp.concatenate(parts)
     unique, positions = unique_rows(
-        ids, rows=table.rows, feature=table.feature, drop=table.drop
+        ids,
+        rows=table.rows,
+        feature=table.feature,
+        drop=table.drop,
+        most=budget,
     )
     there = jnp.where(positions < ids.shape[0], positions, -1)
     # Every key may have a row.

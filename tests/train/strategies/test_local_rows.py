@@ -12,7 +12,7 @@ from flax import nnx
 
 import jgraph as jg
 from jgraph.client.cluster import Cluster
-from jgraph.errors import ConfigError, RowIdError
+from jgraph.errors import ConfigError, RowBudgetError, RowIdError
 from jgraph.train.strategies.local_sgd import LocalSGD
 from jgraph.train.trainer import Trainer
 from tests.support.models import batches_of
@@ -201,6 +201,30 @@ def test_an_id_without_a_row_ends_the_run_with_the_updates_before(
             progress=False,
         )
     there.close()
+
+
+def test_a_round_that_needs_more_rows_than_a_worker_may_hold_ends_the_run(
+    cluster: Cluster,
+) -> None:
+    """With the updates before it; a round of as many rows is none of those."""
+    ids = np.full((64, 3), 7, np.int32)
+    ids[40] = 1, 2, 3
+    strategy = LocalSGD(sync_every=EVERY, row_budget=3, step_timeout_s=20)
+    there = Trainer(
+        Embed(nnx.Rngs(0)), loss, optax.sgd(0.1), cluster=cluster, strategy=strategy
+    )
+    due = r"needs 4 rows in a round, and a worker may hold 3; raise LocalSGD\(row_budg"
+    with pytest.raises(RowBudgetError, match=due):
+        there.fit({**DATA, "ids": ids}, steps=20, batch_size=BATCH, progress=False)
+    position = there.current_position()
+    assert position is None or position["done"] < 64 // (BATCH * EVERY)
+    there.close()
+    there = trainer(cluster, optax.sgd(0.1), row_budget=36)
+    assert fit(there, 2).steps == 2
+    there.close()
+    wrong: Any = 2.5
+    with pytest.raises(ConfigError, match=r"row_budget is 2\.5; give how many"):
+        LocalSGD(row_budget=wrong)
 
 
 def test_bytes_are_those_of_the_rows_that_a_round_touches() -> None:
