@@ -1,15 +1,18 @@
 """Board with a journal, for several threads: takes facts, and tells those who wait."""
 
+import math
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 from jgraph.client.watching import trouble_fact
 from jgraph.clock import Clock
 from jgraph.coordination.watch.board import Board
 from jgraph.coordination.watch.facts import Fact
 from jgraph.dashboard.journal import JournalReader, JournalWriter
+
+_REPORTS_S: Final = 1.0
 
 
 @final
@@ -19,6 +22,10 @@ class JournaledBoard:
     Args:
       clock: in seconds since 1970.
       journal: where facts are written; None: nowhere.
+
+    Attributes:
+      changes: grows with each fact; of reports that come soon after another, not with
+        each.
 
     Raises:
       JournalError: that is another file.
@@ -31,13 +38,17 @@ class JournaledBoard:
         self._lock = threading.Lock()
         self._journal = None if journal is None else JournalWriter(journal)
         self._view: dict[str, Any] | None = None
+        self._changed_s = -math.inf
         self.changes = 0
 
     def take(self, fact: Fact) -> None:
         """Takes a fact; a journal that cannot be written is given up, and said so."""
         with self._lock:
             self._board.take(fact)
-            self._view, self.changes = None, self.changes + 1
+            self._view = None
+            # Reports come in between looks, whose facts have what a report changes.
+            if fact["kind"] != "report" or fact["time"] > self._changed_s + _REPORTS_S:
+                self.changes, self._changed_s = self.changes + 1, fact["time"]
             if self._journal is None:
                 return
             try:

@@ -99,13 +99,15 @@ class ModelPoller:
         )
 
     def start(self) -> None:
-        """Begins to ask."""
-        self._thread.start()
+        """Begins to ask, if there is a server to ask."""
+        if self._urls:
+            self._thread.start()
 
     def stop(self) -> None:
         """Asks no more; returns when the last look is over."""
         self._stop.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def look(self) -> None:
         """Asks every server once."""

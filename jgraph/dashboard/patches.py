@@ -1,4 +1,4 @@
-"""Patches of a view from tick to tick: computed once for all who read it."""
+"""Patches of a view from look to look: computed once for all who read it."""
 
 import json
 import threading
@@ -23,47 +23,60 @@ class Viewed(Protocol):
 
 @final
 class Patches:
-    """Tells what changed; a tick has one view, and two views one patch.
+    """Tells what changed; all readers of a view share its patch.
 
     Args:
       source: what is shown.
+
+    Attributes:
+      newest: the view that was seen last; the same object until another one differs.
     """
 
     def __init__(self, source: Viewed) -> None:
         self._source = source
         self._lock = threading.Lock()
-        self._tick = self._seen = -1
-        self._view: View = {}
+        self._seen = -1
         self._before: View | None = None
         self._patch = ""
+        self.newest: View = {}
 
-    def view(self, tick: int) -> View:
-        """Returns the view of a tick."""
+    @property
+    def is_old(self) -> bool:
+        """Whether the source has had a change since the last look."""
+        return self._source.changes != self._seen
+
+    def look(self) -> bool:
+        """Looks at the source; returns whether there is another view."""
         with self._lock:
-            return self._look(tick)
+            if not self.is_old:
+                return False
+            is_first, self._seen = self._seen < 0, self._source.changes
+            view = self._source.view(None)
+            if not is_first:
+                change = difference(self.newest, view)
+                if not change:
+                    return False
+                self._before, self._patch = self.newest, as_json(change)
+            self.newest = view
+            return True
 
-    def after(self, before: View, tick: int) -> tuple[View, str]:
-        """Returns the view of a tick, and as JSON what changed; empty: nothing did.
+    def has(self, before: View) -> bool:
+        """Whether ``after`` has its answer already."""
+        return before is self.newest or before is self._before
+
+    def after(self, before: View) -> tuple[View, str]:
+        """Returns the newest view, and as JSON what changed; empty: nothing did.
 
         Args:
           before: the view that the reader has.
-          tick: of now.
         """
         with self._lock:
-            view = self._look(tick)
-            if before is view:
-                return view, ""
-            if before is not self._before:
-                self._before, change = before, difference(before, view)
-                self._patch = as_json(change) if change else ""
-            return view, self._patch
-
-    def _look(self, tick: int) -> View:
-        if tick > self._tick and self._source.changes != self._seen:
-            self._seen, self._before = self._source.changes, None
-            self._view = self._source.view(None)
-        self._tick = max(self._tick, tick)
-        return self._view
+            if before is self.newest:
+                return before, ""
+            if before is self._before:
+                return self.newest, self._patch
+            change = difference(before, self.newest)  # of one that has missed a look
+            return self.newest, as_json(change) if change else ""
 
 
 def as_json(value: Mapping[str, Any]) -> str:

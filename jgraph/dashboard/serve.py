@@ -5,8 +5,10 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Final, final
 
 import uvicorn
@@ -103,8 +105,7 @@ class DashboardServer:
             end_s=_END_S,
             date_header=False,
         )
-        self._server = uvicorn.Server(config)
-        self._app.streams.ends = lambda: self._server.should_exit
+        self._server = _QuietServer(config, self._app.streams.end)
 
     def run(self, until: Callable[[], object] | None = None) -> None:
         """Serves until a signal, ``stop``, or the end of ``until``.
@@ -128,7 +129,46 @@ class DashboardServer:
 
     def stop(self) -> None:
         """Ends ``run``, soon; from any thread."""
-        self._server.should_exit = True
+        self._server.end()
+
+
+@final
+class _QuietServer(uvicorn.Server):
+    """Waits for its end; uvicorn's own looks ten times a second whether it has come.
+
+    Args:
+      config: of uvicorn.
+      on_end: called in the event loop, before connections are waited for.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_end: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_end = on_end
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._over = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        """See ``uvicorn.Server``."""
+        self._loop = asyncio.get_running_loop()
+        await self.on_tick(0)  # sets the headers of all answers
+        if not self.should_exit:
+            await self._over.wait()
+        self._on_end()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See ``uvicorn.Server``: a signal has come."""
+        super().handle_exit(sig, frame)
+        self._wake()
+
+    def end(self) -> None:
+        """Ends it, soon; from any thread."""
+        self.should_exit = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._over.set)
 
 
 def _write_secret(path: Path, token: str) -> None:

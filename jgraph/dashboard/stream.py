@@ -1,7 +1,7 @@
 """Server-sent events of a dashboard: a whole view, then what changes in it."""
 
 import asyncio
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, final
 
 from starlette.concurrency import run_in_threadpool
@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jgraph.dashboard.patches import Patches, Viewed, as_json
+from jgraph.dashboard.patches import Patches, View, Viewed, as_json
 
 EVERY_S: Final = 0.5
 KEEP_S: Final = 15.0
@@ -29,6 +29,9 @@ _FILLER: Final = f": {' ' * 2048}\n\n".encode()
 class Streams:
     """Opens streams, not more than there may be at once.
 
+    One task looks at the source for all of them, and only where something changed:
+    what many read is made once, and a thread is asked for it once.
+
     Args:
       source: what is shown.
 
@@ -38,9 +41,10 @@ class Streams:
 
     def __init__(self, source: Viewed) -> None:
         self._patches = Patches(source)
+        self._news = asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
+        self._has_ended = False
         self.count = 0
-        self.ends: Callable[[], bool] = lambda: False
-        """Whether all streams are to end."""
 
     async def open(self, request: Request) -> Response:
         """Answers a request with a stream.
@@ -53,9 +57,23 @@ class Streams:
             raise HTTPException(503, text)
         return _Stream(self)
 
+    def end(self) -> None:
+        """Ends all streams; called in their event loop."""
+        self._has_ended = True
+        self._tell()
+
     async def run(self, send: Send) -> None:
         """Sends the view, and what changes, until the reader is gone."""
+        self.count += 1
+        try:
+            await self._run(send)
+        finally:
+            self.count -= 1
+            if not self.count and self._looking is not None:
+                self._looking.cancel()
+                self._looking = None
 
+    async def _run(self, send: Send) -> None:
         async def put(data: bytes, *, more: bool = True) -> None:
             async with asyncio.timeout(SEND_S):
                 await send(
@@ -65,21 +83,54 @@ class Streams:
         headers = [(k.lower().encode(), v.encode()) for k, v in _HEADERS.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await put(_FILLER)
-        view = await run_in_threadpool(self._patches.view, _tick())
-        await put(_event("state", 1, as_json(view)))
-        number, quiet_s = 1, 0.0
-        while not self.ends():
-            # All readers look at the same moments, and share what they see.
-            await asyncio.sleep(EVERY_S - _now() % EVERY_S)
-            view, patch = await run_in_threadpool(self._patches.after, view, _tick())
-            quiet_s += EVERY_S
-            if patch:
-                number, quiet_s = number + 1, 0.0
-                await put(_event("patch", number, patch))
-            if quiet_s >= KEEP_S:
-                quiet_s = 0.0
+        await run_in_threadpool(self._patches.look)
+        looking = self._looking = self._looking or asyncio.create_task(self._look())
+        view, number = self._patches.newest, 1
+        await put(_event("state", number, as_json(view)))
+        while not self._has_ended:
+            if view is self._patches.newest:
+                await self._wait(looking)
+            after, patch = await self._after(view)
+            if after is view:
                 await put(b": keep\n\n")
+            elif patch:
+                number += 1
+                await put(_event("patch", number, patch))
+            view = after
         await put(b"", more=False)
+
+    async def _wait(self, looking: "asyncio.Task[None]") -> None:
+        """Waits until there is another view, at most until a reader is to hear of us.
+
+        Raises:
+          Exception: what came of the last look at the source.
+        """
+        if not looking.done():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(KEEP_S):
+                    await self._news.wait()
+        if looking.done():
+            looking.result()
+
+    async def _after(self, view: View) -> tuple[View, str]:
+        """Returns the newest view, and what changed since a reader's."""
+        if self._patches.has(view):
+            return self._patches.after(view)
+        return await run_in_threadpool(self._patches.after, view)
+
+    async def _look(self) -> None:
+        """Looks at the source again and again, and tells all readers."""
+        try:
+            while True:
+                await asyncio.sleep(EVERY_S)
+                if self._patches.is_old and await run_in_threadpool(self._patches.look):
+                    self._tell()
+        finally:
+            self._tell()
+
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
 
 
 @final
@@ -89,13 +140,11 @@ class _Stream(Response):
         self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._streams.count += 1
         sending = asyncio.ensure_future(self._streams.run(send))
         leaving = asyncio.ensure_future(_gone(receive))
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._streams.count -= 1
             for work in (sending, leaving):
                 work.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
@@ -104,14 +153,6 @@ class _Stream(Response):
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-def _tick() -> int:
-    return int(_now() / EVERY_S)
 
 
 def _event(name: str, number: int, text: str) -> bytes:

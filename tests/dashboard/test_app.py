@@ -10,12 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
+from jgraph.clock import WallClock
 from jgraph.dashboard.app import App, page_files
 from jgraph.dashboard.guard import Guard
+from jgraph.dashboard.journaled_board import JournaledBoard
 from jgraph.dashboard.merge_patch import patched
 from jgraph.dashboard.metrics import exposition
 from jgraph.dashboard.patches import Patches
-from tests.support.board_facts import PS
+from tests.support.board_facts import PS, START, report, run, status
 from tests.support.dashboards import Imagined, scene
 
 TOKEN = "t" * 43
@@ -300,19 +302,39 @@ class Counted(Imagined):
 def test_a_change_is_looked_at_once_for_all_who_read() -> None:
     source, facts = Counted(scene()[:50]), scene()[50:]
     patches = Patches(source)
-    first = patches.view(1)
+    assert patches.look()
+    assert not patches.look()
+    first = patches.newest
     for fact in facts:
         source.board.take(fact)
-    assert [patches.after(first, 1) for _ in range(2)] == [(first, "")] * 2
-    told = [patches.after(first, 2) for _ in range(3)]
+    assert patches.is_old
+    assert [patches.after(first) for _ in range(2)] == [(first, "")] * 2
+    assert patches.look()
+    told = [patches.after(first) for _ in range(3)]
     assert source.looks == 2
     assert len({id(patch) for _, patch in told}) == 1
     view, patch = told[0]
     assert patched(first, json.loads(patch)) == view == source.board.view()
-    assert patches.after(view, 3) == (view, "")
-    source.board.take(facts[-1])
-    later, patch = patches.after(first, 4)  # a slow reader has missed a tick
+    assert patches.after(view) == (view, "")
+    source.board.take({**facts[-1], "time": facts[-1]["time"] + 1})
+    assert patches.look()
+    assert patches.has(view)
+    assert not patches.has(first)
+    later, patch = patches.after(first)  # a slow reader has missed a look
     assert patched(first, json.loads(patch)) == later
+
+
+def test_reports_between_two_looks_are_shown_with_the_next_one() -> None:
+    board = JournaledBoard(WallClock())
+    board.take(status(0))
+    shown = board.changes
+    for at in range(1, 10):
+        board.take(report(at / 10))
+    assert board.changes == shown
+    assert board.view()["time"] == START + 0.9, "to whoever asks it has them"
+    board.take(run(1, 90))
+    board.take(report(2.5))
+    assert board.changes == shown + 2, "also where looks are far from each other"
 
 
 def test_a_timeline_is_told_and_saved_for_perfetto() -> None:

@@ -3,9 +3,10 @@
 import asyncio
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -177,6 +178,17 @@ def said_once_there_is_room(server: DashboardServer, request: bytes) -> bytes:
     return answer
 
 
+class Breaking(Imagined):
+    """Has no view from some time on."""
+
+    is_broken = False
+
+    def view(self, at: float | None) -> Mapping[str, Any]:
+        if self.is_broken:
+            raise KeyError("no such thing")
+        return super().view(at)
+
+
 def test_a_stream_tells_the_view_and_then_what_changes() -> None:
     source = Imagined(scene()[:50])
     rest = scene()[50:]
@@ -193,6 +205,27 @@ def test_a_stream_tells_the_view_and_then_what_changes() -> None:
         while b"event: patch\nid: 2\ndata: " not in heard:
             heard += made.recv(1 << 16)
         assert b"x-accel-buffering: no" in heard
+
+
+def test_readers_are_told_where_the_view_cannot_be_made_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream, "EVERY_S", 0.01)
+    source = Breaking(scene()[:50])
+    sent: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+        if b"event: state" in sent[-1]:
+            source.is_broken = True
+            source.board.take(scene()[-1])
+
+    async def run() -> None:
+        await asyncio.wait_for(stream.Streams(source).run(send), 10)
+
+    with pytest.raises(KeyError, match="no such thing"):
+        asyncio.run(run())
+    assert not any(b"event: patch" in data for data in sent)
 
 
 def test_who_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,6 +258,11 @@ class SlotPlan:
         if len(self.parts) == 1:
             rows = self.parts[0].first + examples
             return [Piece(0, rows, np.arange(len(rows)))]
+        ends = [examples.min(), examples.max()] if len(examples) else [0, 0]
+        first, last = (np.searchsorted(self._ends, ends, "right") - 1).tolist()
+        if first == last:  # as most slots are
+            rows = examples - self._ends[first] + self.parts[first].first
+            return [Piece(first, rows, np.arange(len(rows)))]
         part_of = np.searchsorted(self._ends, examples, "right") - 1
         found = []
         for number in np.unique(part_of).tolist():

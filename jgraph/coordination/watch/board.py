@@ -164,15 +164,18 @@ class Board:
                 for name, task in tasks.items()
                 if task.saved and isinstance(task.facts.get("saves"), Mapping)
             },
+            "models": self.models.view(),
+        }
+        cleaned: dict[str, Any] = clean(view)
+        # These are parts of facts, and so they are clean.
+        return {
+            **cleaned,
             "shards": self._shards,
             "tables": {
                 name: rows(task.facts, "hash_tables") for name, task in tasks.items()
             },
-            "models": self.models.view(),
             "events": list(self._events)[-_SHOWN:],
         }
-        cleaned: dict[str, Any] = clean(view)
-        return cleaned
 
     def curves(self) -> dict[str, Any]:
         """Returns all series, as JSON: of runs by metric, and of tasks."""

@@ -29,6 +29,8 @@ KEPT_BYTES: Final = 64 << 20
 _RECENT: Final = 4
 """Row groups that are kept of files that are larger than that: another lease may share
 them, and memory that is used again costs less than what is new to the process."""
+_TOGETHER_BYTES: Final = 16 << 20
+"""Of row groups that are decoded together: as a rule all that a lease is of."""
 _DECODED: Final = 2
 """A row group that was decoded so often is written to a file the next time."""
 
@@ -109,10 +111,10 @@ class ParquetReader:
         self.fields: Mapping[str, Field] = {}
         arrays = self.read(full, np.zeros(1, np.int64))
         self.fields = {n: Field(a.dtype, a.shape[1:]) for n, a in arrays.items()}
-        row_bytes = _nbytes(arrays)
-        if row_bytes * sum(part.examples for part in self.parts) > kept_bytes:
+        self._row_bytes = _nbytes(arrays)
+        if self._row_bytes * sum(part.examples for part in self.parts) > kept_bytes:
             largest = max(int(np.diff(g).max(initial=0)) for g in self._groups)
-            self._room = min(kept_bytes, _RECENT * row_bytes * largest)
+            self._room = min(kept_bytes, _RECENT * self._row_bytes * largest)
             self._room -= sum(_nbytes(group) for group in self._cache.values())
 
     def read(self, part: int, rows: Rows) -> dict[str, Array]:
@@ -128,8 +130,13 @@ class ParquetReader:
             group = self._group(part, int(first))
             return {name: array.take(taken, axis=0) for name, array in group.items()}
         of_rows = np.searchsorted(starts, rows, "right") - 1
+        numbers = (first + np.flatnonzero(np.bincount(of_rows - first))).tolist()
+        if self._are_new(part, numbers):
+            taken = rows - starts[first]
+            decoded = self._decode(part, numbers)
+            return {name: array.take(taken, axis=0) for name, array in decoded.items()}
         read: dict[str, Array] = {}
-        for number in np.unique(of_rows).tolist():
+        for number in numbers:
             places = np.flatnonzero(of_rows == number)
             taken = rows[places] - starts[number]
             for name, array in self._group(part, number).items():
@@ -137,6 +144,38 @@ class ParquetReader:
                     read[name] = np.empty((len(rows), *array.shape[1:]), array.dtype)
                 read[name][places] = array.take(taken, axis=0)
         return read
+
+    def _are_new(self, part: int, numbers: Sequence[int]) -> bool:
+        """Whether row groups that follow each other are best decoded together.
+
+        Their arrays lie one behind the other then, and examples of several are copied
+        once; from several arrays each is copied twice.
+        """
+        keys = [(part, number) for number in numbers]
+        is_run = numbers[-1] - numbers[0] < len(numbers)
+        starts = self._groups[part]
+        nbytes = int(starts[numbers[-1] + 1] - starts[numbers[0]]) * self._row_bytes
+        return (
+            is_run
+            and nbytes <= _TOGETHER_BYTES
+            and not any(key in self._cache for key in keys)
+            and all(self._decoded[key] < _DECODED for key in keys)
+        )
+
+    def _decode(self, part: int, numbers: Sequence[int]) -> dict[str, Array]:
+        """Returns the arrays of row groups that follow each other, and keeps each."""
+        table = self._opened[part].read_row_groups(
+            numbers, columns=self._columns, use_threads=self._threads
+        )
+        arrays = {name: self._array(table, name, part) for name in self._columns}
+        starts = self._groups[part]
+        for number in numbers:
+            of = slice(*(starts[number : number + 2] - starts[numbers[0]]))
+            self._decoded[part, number] += 1
+            self._keep(
+                (part, number), {name: array[of] for name, array in arrays.items()}
+            )
+        return arrays
 
     def _group(self, part: int, number: int) -> dict[str, Array]:
         """Returns the arrays of a row group; those read last are kept."""

@@ -24,9 +24,11 @@ class CountedFile:
     def __init__(self, file: Any) -> None:
         self._file = file
         self.decoded: list[int] = []
+        self.calls = 0
 
     def read_row_groups(self, groups: list[int], **options: Any) -> Any:
         self.decoded += groups
+        self.calls += 1
         return self._file.read_row_groups(groups, **options)
 
 
@@ -102,6 +104,23 @@ def test_only_row_groups_that_have_a_row_of_a_read_are_decoded(tmp_path: Path) -
     reader, file = opened(tmp_path, 0)
     reader.read(0, np.array([19, 1]))
     assert sorted(file.decoded) == [0, 4]
+
+
+def test_row_groups_that_follow_each_other_are_decoded_by_one_call_and_each_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, file = opened(tmp_path, 1 << 20)
+    rows = np.array([9, 2, 5, 3])
+    assert reader.read(0, rows)["y"].tolist() == rows.tolist()
+    assert (file.decoded, file.calls) == ([0, 1, 2], 1)
+    assert reader.read(0, np.array([6, 8]))["y"].tolist() == [6, 8]
+    assert reader.read(0, np.array([11, 12]))["y"].tolist() == [11, 12]
+    assert (file.decoded, file.calls) == ([0, 1, 2, 3], 2), "one was there"
+    (tmp_path / "large").mkdir()
+    reader, file = opened(tmp_path / "large", 1 << 20)
+    monkeypatch.setattr(parquet_files, "_TOGETHER_BYTES", 2 * GROUP_BYTES)
+    reader.read(0, rows)
+    assert (file.decoded, file.calls) == ([0, 1, 2], 3), "too many bytes at once"
 
 
 def test_what_a_caller_does_to_its_examples_does_not_change_what_is_kept(
