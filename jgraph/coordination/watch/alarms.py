@@ -17,6 +17,8 @@ _STUCK_S: Final = 30.0
 _SLOW_OVER_S: Final = 300.0
 _REFUSED: Final = 0.01
 _ROOM: Final = 0.05
+_REGAINED: Final = 0.1
+"""Share of its fall, from which on a loss that grows is none that is noisy."""
 _DAY_S: Final = 86_400.0
 _SOON_S: Final = 30 * _DAY_S
 
@@ -302,8 +304,9 @@ def _grown_loss(seen: Seen) -> Iterator[Finding]:
         series = run.metrics.get("loss")
         if series is None or len(series) < 4:
             continue
-        low, last = series.low or 0.0, series.last or 0.0
-        if low > 0 and last > 10 * low:
+        (high, low), last = series.fall or (0.0, 0.0), series.last or 0.0
+        # Close to zero ten times as much is noise: it has to lose some of its fall.
+        if low > 0 and last > 10 * low and last - low > _REGAINED * (high - low):
             what = (
                 f"the loss of run '{run.name}' is {last:.3g}, more than ten times the "
                 f"{low:.3g} that it was"

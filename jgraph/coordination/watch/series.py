@@ -66,9 +66,21 @@ class Series:
         return self._points[-1][2] if self._points else None
 
     @property
-    def low(self) -> float | None:
-        """The least of all values."""
-        return min((point[1] for point in self._points), default=None)
+    def fall(self) -> tuple[float, float] | None:
+        """The greatest of the values until the least one, and that.
+
+        Example:
+          >>> series = Series()
+          >>> for x, y in enumerate((3.0, 8.0, 1.0, 9.0)):
+          ...     series.add(x, y)
+          >>> series.fall
+          (8.0, 1.0)
+        """
+        if not self._points:
+            return None
+        least = min(range(len(self._points)), key=lambda at: self._points[at][1])
+        before = self._points[: least + 1]
+        return max(point[3] for point in before), before[-1][1]
 
     def columns(self) -> dict[str, list[float]]:
         """Returns the points, column by column."""

@@ -141,8 +141,9 @@ def slower(share: float) -> list[Fact]:
     return [facts[0], report(0), *facts[1:]]
 
 
-def loss_grows(last: float) -> list[Fact]:
-    return [run(0, 0), *(loss_of(s, m) for s, m in enumerate((2.0, 1.0, 0.5, last)))]
+def loss_grows(last: float, least: float = 0.5) -> list[Fact]:
+    means = (2.0, 1.0, least, last)
+    return [run(0, 0), *(loss_of(s, m) for s, m in enumerate(means))]
 
 
 def slow_worker(seconds: float) -> list[Fact]:
@@ -264,6 +265,15 @@ CASES: Sequence[tuple[str, Callable[[], list[Fact]], list[str]]] = (
         ],
     ),
     ("loss grows a little", lambda: loss_grows(0.9), []),
+    ("loss is noise near zero", lambda: loss_grows(8e-4, 1e-6), []),
+    (
+        "loss grows from near zero",
+        lambda: loss_grows(0.3, 1e-6),
+        [
+            "warning: the loss of run 'mlp' is 0.3, more than ten times the 1e-06 that "
+            "it was"
+        ],
+    ),
     (
         "slow worker",
         lambda: slow_worker(0.048),

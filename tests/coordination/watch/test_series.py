@@ -18,7 +18,8 @@ def test_a_series_keeps_its_extremes_its_mean_and_its_bound(
         series.add(x, value)
         assert len(series) <= most
     columns = series.columns()
-    assert min(columns["min"]) == min(values) == series.low
+    assert series.fall is not None
+    assert min(columns["min"]) == min(values) == series.fall[1]
     assert max(columns["max"]) == max(values)
     assert columns["x"] == sorted(set(columns["x"]))
     assert columns["x"][-1] == len(values) - 1
