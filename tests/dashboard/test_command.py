@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,37 @@ def test_a_cluster_of_this_machine_has_a_dashboard_if_asked_for(
     finally:
         down("shown")
     assert not board.is_running()
+
+
+def test_the_token_of_the_cluster_opens_no_page_and_is_told_to_nobody(
+    tmp_path: Path,
+) -> None:
+    """Who has it runs programs: no browser gets it, and none is let in by it."""
+    with jg.LocalCluster(ps=1, workers=0) as cluster:
+        secret = Path(cluster.target.partition("token_file=")[2]).read_text().strip()
+        journal = tmp_path / "board.jsonl"
+        with cluster.dashboard(journal=journal) as shown:
+            url, _, token = shown.url.partition("#token=")
+            assert token != secret
+            assert state_at(shown.url)["cluster"]["ready"]
+            for path in ("state", "stream", "timeline", "tasks/ps/0/log"):
+                for headers, query in (
+                    ({"Authorization": f"Bearer {secret}"}, ""),
+                    ({"Cookie": f"token={secret}; jgraph-token={secret}"}, ""),
+                    ({}, f"?token={secret}"),
+                    ({"Authorization": f"Bearer {secret}"}, f"?token={token}"),
+                ):
+                    asked = urllib.request.Request(f"{url}api/v1/{path}{query}")
+                    for name, value in headers.items():
+                        asked.add_header(name, value)
+                    with pytest.raises(urllib.error.HTTPError) as refused:
+                        urllib.request.urlopen(asked, timeout=20)
+                    assert refused.value.code == 401
+                    said = f"{refused.value.headers}{refused.value.read().decode()}"
+                    assert "JG-114" in said
+                    assert secret not in said
+            assert secret not in json.dumps(state_at(shown.url))
+        assert secret not in journal.read_text()
 
 
 @pytest.mark.parametrize(
