@@ -4,6 +4,7 @@ Whole synchronous steps of SGD whose gradient takes next to no computing, on one
 cluster, in turns: with ``dense="ps"``, ``dense="workers"``, and beside PyTorch's DDP
 (gloo) where ``make peers-torch`` has installed it. One JSON line for each number of
 workers: milliseconds of a step, and the ratio of each way to ``workers``, by rounds.
+With ``--xla`` XLA's own collectives (``dense="xla"``) take a turn as well.
 With ``--model wide_deep`` two tables of 100,000 rows lie on the ps beside the dense
 part.
 
@@ -107,7 +108,8 @@ def compare(a: Any, workers: int) -> None:
             jg.LocalCluster(ps=a.ps, workers=workers, transport=a.transport)
         )
         ways: dict[str, Callable[[], float]] = {}
-        for dense in ("workers", "ps"):
+        kinds: list[Dense] = ["workers", "ps", *(["xla"] if a.xla else [])]
+        for dense in kinds:
             there = trainer(cluster, a.model, a.mb, dense)
             there.fit(data, steps=3, batch_size=BATCH, progress=False)
             ways[dense] = partial(step_ms, there, data, a.steps)
@@ -251,6 +253,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--transport", choices=["auto", "network"], default="auto")
     parser.add_argument("--steps", type=int, default=8, help="of a round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--xla", action="store_true", help="XLA's collectives, too")
     parser.add_argument("--kill", action="store_true", help="a worker, with a copy")
     parser.add_argument("--rows", action="store_true", help="rows of a table")
     parser.add_argument("--only", type=int, nargs="+", default=[], help="rows")

@@ -104,7 +104,8 @@ def server(
         typer.Option(
             "--insecure-i-accept",
             help="Listen beyond loopback without TLS: anybody who can read the "
-            "network can then run programs here.",
+            "network can then run programs here. With TLS: let the child processes of "
+            "SyncPS(dense='xla') listen there, without it.",
         ),
     ] = False,
     allow_source: Annotated[

@@ -143,6 +143,7 @@ class SyncRequest:
       entropy: shape of the feed of random bits that each update gets; empty: none.
       rule: how many replicas are invited to an update; None: all take part.
       sums: how their contributions are summed; None: the ps see each.
+      group: what children of the workers' servers sum; None: nothing.
     """
 
     gate: str
@@ -158,6 +159,7 @@ class SyncRequest:
     entropy: Sequence[int] = ()
     rule: RoundRule | None = None
     sums: SumRule | None = None
+    group: pb.CollectiveGroup | None = None
 
 
 @final
@@ -471,6 +473,7 @@ def _sync_order(request: SyncRequest | None) -> pb.SyncOrder | None:
         rounds=rule
         and pb.RoundRule(fraction=rule.fraction, least=rule.least, seed=rule.seed),
         secure=_secure_order(request.sums),
+        group=request.group,
     )
 
 

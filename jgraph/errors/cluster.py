@@ -96,7 +96,8 @@ class InsecureError(ClusterError, PermissionError):
     """What would let strangers in, and was not asked for by name.
 
     A server without certificates would listen beyond loopback, where whoever can read
-    the network could run programs.
+    the network could run programs. Or its child would, of ``SyncPS(dense="xla")``,
+    where whoever reaches it could read and change what workers sum.
 
     What to do: make certificates with ``jgraph certs`` and give ``--tls-dir``; in a
     network that is yours alone, ``--insecure-i-accept``.

@@ -81,7 +81,8 @@ class TaskServer:
         that it answers when the task is busy. None: there is none.
       transport, data_port, data_encryption: how tensors travel; see ``Server``.
       tls: certificates of the task; None speaks plain text.
-      allow_sources, max_request_bytes, overdue_s, incarnation: see ``Server``.
+      allow_sources, max_request_bytes, overdue_s, incarnation, insecure_i_accept: see
+        ``Server``.
       lease_s: see ``Registrar``.
 
     Raises:
@@ -103,6 +104,7 @@ class TaskServer:
         max_request_bytes: int | None = None,
         overdue_s: float | None = None,
         incarnation: int | None = None,
+        insecure_i_accept: bool = False,
         lease_s: float = LEASE_S,
     ) -> None:
         check_transport(transport)
@@ -138,6 +140,7 @@ class TaskServer:
             allow_sources=tuple(allow_sources),
             records_dir=Path(records_dir) if records_dir else None,
             certificate_ends_s=certificate_ends_s(tls),
+            insecure_i_accept=insecure_i_accept,
         )
         self.service = TaskService(self.context, self._shutdown_asked)
         self._fence = FencedHandler(
@@ -211,6 +214,7 @@ class TaskServer:
         self._fence.close()
         await self._health.close()
         self.service.records.close()
+        self.service.gates.drop_all()
         self.service.shell.close()
         if self._overdue is not None:
             await asyncio.to_thread(self._overdue.close)
@@ -265,7 +269,8 @@ class Server:
       token_file: the token that every caller must show, in a file that other users may
         not read; if unset, the file that the environment variable ``JGRAPH_TOKEN_FILE``
         names, the one beside the certificates, or the user's own in ``~/.jgraph``.
-      insecure_i_accept: listen beyond loopback without ``tls``: whoever can read the
+      insecure_i_accept: listen beyond loopback without ``tls``, and let the child
+        processes of ``SyncPS(dense="xla")`` do so in any case: whoever can read the
         network sees the token, and with it may run programs here.
       allow_sources: functions that a ``jg.Source.grain`` may call here, as patterns of
         ``"package.module:function"``.
@@ -335,6 +340,7 @@ class Server:
         self._max_request_bytes = max_request_bytes
         self._overdue_s = overdue_s
         self._incarnation = incarnation
+        self._insecure_i_accept = insecure_i_accept
         self._dial_only = dial_only
         self._server: TaskServer | None = None
         self._stopped = threading.Event()
@@ -404,6 +410,7 @@ class Server:
             max_request_bytes=self._max_request_bytes,
             overdue_s=self._overdue_s,
             incarnation=self._incarnation,
+            insecure_i_accept=self._insecure_i_accept,
         )
         try:
             await server.start()

@@ -29,6 +29,7 @@ class TaskContext:
       allow_sources: see ``Server``.
       records_dir: where the logs of updates go; None: this task keeps none.
       certificate_ends_s: in seconds since 1970; 0: it has none.
+      insecure_i_accept: see ``Server``.
       spec: the cluster; empty until it is told.
       addresses: of all tasks in it.
       tasks_here: how many of them have the host of this one, itself included.
@@ -47,6 +48,7 @@ class TaskContext:
     allow_sources: Sequence[str] = ()
     records_dir: Path | None = None
     certificate_ends_s: float = 0.0
+    insecure_i_accept: bool = False
     spec: ClusterSpec = field(init=False, default_factory=lambda: ClusterSpec({}))
     addresses: dict[TaskName, Address] = field(init=False, default_factory=dict)
     tasks_here: int = field(init=False, default=1)

@@ -41,6 +41,7 @@ from jgraph.runtime.task import TaskRuntime, by_name
 from jgraph.server.call_counts import CallCounts
 from jgraph.server.flight_service import FlightService, recorder_rows
 from jgraph.server.gates.gates import Gates
+from jgraph.server.gates.group_sums import GroupHost
 from jgraph.server.host_room import DiskLooks, memory_free
 from jgraph.server.loops.dealer import Dealers
 from jgraph.server.loops.task_loops import TaskLoops
@@ -96,7 +97,11 @@ class TaskService:
         self.shell.messages.drives = self.driver.steps.__contains__
         self.records = ChangeStreams(context, self.runtime, self.shell)
         self.gates = Gates(
-            task, context.transport, self.runtime.gates, clock=context.clock
+            task,
+            context.transport,
+            self.runtime.gates,
+            clock=context.clock,
+            groups=GroupHost(context, self.events),
         )
         self._calls = CallCounts(context.clock)
         self._saves = SaveCounts(context.clock)
@@ -151,7 +156,7 @@ class TaskService:
                 for values, tensors in apart(body, received.tensors):
                     self._take_values(src, values, tensors)
             case "gate_event":
-                self.gates.received(src, body)
+                self.gates.received(src, body, received.tensors)
             case "start_step":
                 self.parts.start(src, body)
             case "step_done":

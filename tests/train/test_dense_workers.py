@@ -300,7 +300,7 @@ def test_what_cannot_be_is_refused_in_words(
     wrong: Any = "worker"
     wrong_model: Any = "fast"
     with pytest.raises(
-        ConfigError, match=r"dense is 'worker'; .*'ps', 'workers' or 'auto'"
+        ConfigError, match=r"dense is 'worker'; .*'ps', 'workers', 'xla' or 'auto'"
     ):
         SyncPS(dense=wrong)
     with pytest.raises(ConfigError, match="none may join or leave"):

@@ -35,6 +35,7 @@ def open_gate(
     max_staleness: int | None = None,
     run: str = "",
     term: int = 0,
+    group: pb.CollectiveGroup | None = None,
 ) -> pb.OpenGate:
     """Opens a gate on tasks, in place of an earlier one of that name.
 
@@ -47,6 +48,7 @@ def open_gate(
       max_staleness: asynchronous only: the bound; None: there is none.
       run: which run it is part of, and under which term of masters.
       term: likewise.
+      group: what children of the workers' servers sum; None: nothing.
 
     Returns:
       The order, for a task that is started again.
@@ -60,6 +62,7 @@ def open_gate(
         opening=uuid.uuid4().hex,
         run=run,
         term=term,
+        group=group,
     )
     request = frame(open_gate=order)
     cluster.call("Master.OpenGate", request, timeout_s=SILENCE_S + CONTROL_S)

@@ -3,6 +3,9 @@
 The arbiter is told of contributions in sets: it can decide nothing before this ps has
 as many as the last update took, so those that come earlier wait for them, or a while.
 Before the first update they wait for all that were let in.
+
+Where contributions are summed together with other tasks, see ``group_member``, none is
+told before the sum is here. So what is decided has been summed everywhere.
 """
 
 from dataclasses import dataclass
@@ -77,6 +80,12 @@ class TellDue:
     """What waits to be told has waited long enough; see ``TellLater``."""
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """What all contributed is summed here; see ``Sum``."""
+
+
 Event: TypeAlias = (
     StepAsked
     | ContributionCame
@@ -86,6 +95,7 @@ Event: TypeAlias = (
     | UpdateApplied
     | Closed
     | TellDue
+    | Summed
 )
 
 
@@ -148,7 +158,15 @@ class Choose:
     steps: tuple[Step, ...]
 
 
-Instruction: TypeAlias = LetIn | Refuse | Keep | Drop | Tell | TellLater | Choose
+@final
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Sum what all contributed to a version; come back with ``Summed``."""
+
+    version: int
+
+
+Instruction: TypeAlias = LetIn | Refuse | Keep | Drop | Tell | TellLater | Choose | Sum
 
 
 @final
@@ -157,6 +175,7 @@ class SyncGate:
 
     Args:
       version: updates applied so far.
+      together: how many contributions are summed before any is told; 0: each is told.
 
     Example:
       >>> gate = SyncGate(version=3)
@@ -168,8 +187,9 @@ class SyncGate:
       []
     """
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, together: int = 0) -> None:
         self.version = version
+        self._together = together
         self._deciding = False
         self._closed: JGError | None = None
         self._waiting: dict[Step, None] = {}
@@ -204,7 +224,7 @@ class SyncGate:
                 self._deciding = False
                 self.version += 1
                 return self._open()
-            case TellDue():
+            case TellDue() | Summed():
                 untold = self._flush()
                 if untold:  # the others are slow: who are late may wait as long again
                     self._tell_s = min(2 * self._tell_s, _MOST_S)
@@ -250,6 +270,9 @@ class SyncGate:
             return [Tell((step,), version, (slot,))]
         self._steps_taken.add(step)
         self._untold[step] = slot
+        if self._together:
+            all_there = len(self._steps_taken) == self._together
+            return [Keep(step), *([Sum(version)] if all_there else [])]
         if self._is_enough():
             return [Keep(step), *self._flush()]
         if len(self._untold) > 1:

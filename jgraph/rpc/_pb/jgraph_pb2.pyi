@@ -877,6 +877,7 @@ class GateEvent(_message.Message):
     CLOSED_FIELD_NUMBER: _builtins.int
     LET_IN_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     OPENING_FIELD_NUMBER: _builtins.int
     gate: _builtins.str
     opening: _builtins.str
@@ -905,6 +906,10 @@ class GateEvent(_message.Message):
     def ended(self) -> Global___StepId:
         """ps -> first ps: it is done with this step, or gave it up"""
 
+    @_builtins.property
+    def group(self) -> Global___GroupNews:
+        """between members of a group, see CollectiveGroup"""
+
     def __init__(
         self,
         *,
@@ -915,17 +920,60 @@ class GateEvent(_message.Message):
         closed: Global___Status | None = ...,
         let_in: Global___StepId | None = ...,
         ended: Global___StepId | None = ...,
+        group: Global___GroupNews | None = ...,
         opening: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "contributed", b"contributed", "decided", b"decided", "ended", b"ended", "kind", b"kind", "let_in", b"let_in", "voided", b"voided"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "contributed", b"contributed", "decided", b"decided", "ended", b"ended", "group", b"group", "kind", b"kind", "let_in", b"let_in", "voided", b"voided"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "contributed", b"contributed", "decided", b"decided", "ended", b"ended", "gate", b"gate", "kind", b"kind", "let_in", b"let_in", "opening", b"opening", "voided", b"voided"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "contributed", b"contributed", "decided", b"decided", "ended", b"ended", "gate", b"gate", "group", b"group", "kind", b"kind", "let_in", b"let_in", "opening", b"opening", "voided", b"voided"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["contributed", "decided", "voided", "closed", "let_in", "ended"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["contributed", "decided", "voided", "closed", "let_in", "ended", "group"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___GateEvent: _TypeAlias = GateEvent  # noqa: Y015
+
+@_typing.final
+class GroupNews(_message.Message):
+    """What members of a group, the first of which leads, tell each other:
+      "asked"    leader -> member: is your gate open?
+      "opened"   member -> leader: it is
+      "begin"    leader -> member: begin a child of `epoch`, the first of which is at `port`
+      "ready"    member -> leader: the child is there; no sum of `version` is here yet
+      "failed"   member -> leader: the child of `epoch` is of no use any more, `why` says it
+      "up"       leader -> member: sum from `version` on
+      "gave up"  leader -> member: send parts from now on
+      "part"     member -> owner: the tensor is what its replica contributed to `version`
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHAT_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    epoch: _builtins.int
+    version: _builtins.int
+    port: _builtins.int
+    why: _builtins.str
+    def __init__(
+        self,
+        *,
+        what: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        version: _builtins.int = ...,
+        port: _builtins.int = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "port", b"port", "version", b"version", "what", b"what", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupNews: _TypeAlias = GroupNews  # noqa: Y015
 
 @_typing.final
 class Record(_message.Message):
@@ -2703,6 +2751,7 @@ class SyncOrder(_message.Message):
     ENTROPY_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
     SECURE_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     gate: _builtins.str
     version: _builtins.int
     """updates applied so far"""
@@ -2744,6 +2793,10 @@ class SyncOrder(_message.Message):
     def secure(self) -> Global___SecureOrder:
         """ps see sums alone; the program takes "unmask" """
 
+    @_builtins.property
+    def group(self) -> Global___CollectiveGroup:
+        """as in OpenGate"""
+
     def __init__(
         self,
         *,
@@ -2760,14 +2813,74 @@ class SyncOrder(_message.Message):
         entropy: _abc.Iterable[_builtins.int] | None = ...,
         rounds: Global___RoundRule | None = ...,
         secure: Global___SecureOrder | None = ...,
+        group: Global___CollectiveGroup | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "rounds", b"rounds", "secure", b"secure"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "group", b"group", "rounds", b"rounds", "secure", b"secure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "data_position", b"data_position", "entropy", b"entropy", "gate", b"gate", "halt_every", b"halt_every", "halt_s", b"halt_s", "handles", b"handles", "rounds", b"rounds", "secure", b"secure", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "data_position", b"data_position", "entropy", b"entropy", "gate", b"gate", "group", b"group", "halt_every", b"halt_every", "halt_s", b"halt_s", "handles", b"handles", "rounds", b"rounds", "secure", b"secure", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SyncOrder: _TypeAlias = SyncOrder  # noqa: Y015
+
+@_typing.final
+class CollectiveGroup(_message.Message):
+    """Gradients that children of the workers' servers sum by XLA's collectives: a part for
+    each worker, which owns what that is the gradient of.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    LIMIT_S_FIELD_NUMBER: _builtins.int
+    limit_s: _builtins.float
+    """of a step"""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupPart]: ...
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[Global___GroupPart] | None = ...,
+        limit_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit_s", b"limit_s", "parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectiveGroup: _TypeAlias = CollectiveGroup  # noqa: Y015
+
+@_typing.final
+class GroupPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    VARIABLES_FIELD_NUMBER: _builtins.int
+    ELEMENTS_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    @_builtins.property
+    def variables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of the container that the gate is called by; float32"""
+
+    @_builtins.property
+    def elements(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each"""
+
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        variables: _abc.Iterable[_builtins.str] | None = ...,
+        elements: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elements", b"elements", "task", b"task", "variables", b"variables"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupPart: _TypeAlias = GroupPart  # noqa: Y015
 
 @_typing.final
 class SecureOrder(_message.Message):
@@ -2940,6 +3053,7 @@ class OpenGate(_message.Message):
     OPENING_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     gate: _builtins.str
     synchronous: _builtins.bool
     version: _builtins.int
@@ -2953,6 +3067,10 @@ class OpenGate(_message.Message):
     term: _builtins.int
     @_builtins.property
     def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def group(self) -> Global___CollectiveGroup:
+        """unset: what is contributed comes as messages"""
+
     def __init__(
         self,
         *,
@@ -2964,10 +3082,11 @@ class OpenGate(_message.Message):
         opening: _builtins.str = ...,
         run: _builtins.str = ...,
         term: _builtins.int = ...,
+        group: Global___CollectiveGroup | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "max_staleness", b"max_staleness"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "group", b"group", "max_staleness", b"max_staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "gate", b"gate", "max_staleness", b"max_staleness", "opening", b"opening", "run", b"run", "shards", b"shards", "synchronous", b"synchronous", "term", b"term", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "gate", b"gate", "group", b"group", "max_staleness", b"max_staleness", "opening", b"opening", "run", b"run", "shards", b"shards", "synchronous", b"synchronous", "term", b"term", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
     _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias, final
 
@@ -15,12 +15,18 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.status import from_status, to_status
-from jgraph.rpc.transport import Transport
+from jgraph.rpc.transport import Tensor, Transport
 from jgraph.runtime.gate import Gate
 from jgraph.runtime.rendezvous import StepKey
+from jgraph.server.gates.group_sums import (
+    CallLater,
+    GroupHost,
+    GroupSums,
+    Timer,
+)
 from jgraph.server.gates.stale_gate import StaleGate
 from jgraph.server.gates.step_columns import check_lengths, columns_of, steps_of
-from jgraph.server.gates.sync_gate import CallLater, SyncGateShell, Timer
+from jgraph.server.gates.sync_gate import SyncGateShell
 from jgraph.server.gates.waits import Waits
 
 OnContributed: TypeAlias = Callable[[Contributed], None]
@@ -45,6 +51,7 @@ class Gates:
       opened: where the task's runtime looks gates up.
       call_later: waits; by default the event loop does.
       clock: tells how long steps wait at the gates.
+      groups: of the task; None: it is in none.
     """
 
     def __init__(
@@ -54,7 +61,9 @@ class Gates:
         opened: dict[str, Gate],
         call_later: CallLater | None = None,
         clock: Clock | None = None,
+        groups: GroupHost | None = None,
     ) -> None:
+        self._groups = groups
         self._clock = clock or SystemClock()
         self._task = task
         self._transport = transport
@@ -75,6 +84,7 @@ class Gates:
 
         Raises:
           MalformedMessageError: it has no name.
+          JGError: it is of a group that there must not be; see ``GroupHost.check``.
         """
         shards = [TaskName(shard) for shard in order.shards]
         if self._task not in shards:
@@ -82,14 +92,17 @@ class Gates:
         name = order.gate
         if not name:
             raise MalformedMessageError("a gate without a name would be that of all")
+        sums = self._sums(order)
         self.drop([name])
         self._shards[name] = shards
         self._openings[name] = order.opening
         if order.synchronous:
             tell = partial(self._contributed, name)
             self._opened[name] = SyncGateShell(
-                order.version, tell, self._call_later, Waits(self._clock)
+                order.version, tell, self._call_later, Waits(self._clock), sums
             )
+            if sums is not None:
+                sums.begin()
             return
         if not order.HasField("max_staleness"):
             self._opened[name] = StaleGate()
@@ -103,6 +116,30 @@ class Gates:
             end=lambda step: self._ended(name, step, self._task),
             waits=Waits(self._clock),
         )
+
+    def _sums(self, order: pb.OpenGate) -> GroupSums | None:
+        """Returns the part of this task in the sums of a gate; None: it has none."""
+        members = [part.task for part in order.group.parts]
+        if self._groups is None or self._task not in members:
+            return None
+        name = order.gate
+
+        def post(dst: TaskName, news: pb.GroupNews, tensors: Sequence[Tensor]) -> None:
+            self._post(dst, pb.GateEvent(gate=name, group=news), tensors)
+
+        def give() -> None:
+            gate = self._opened.get(name)
+            if isinstance(gate, SyncGateShell):
+                gate.summed()
+
+        return GroupSums(
+            *(self._groups, order.group, name, order.version),
+            *(post, give, self._call_later),
+        )
+
+    def drop_all(self) -> None:
+        """Forgets all gates: the task ends."""
+        self.drop(list(self._opened))
 
     def drop(self, names: Iterable[str]) -> None:
         """Forgets gates."""
@@ -176,15 +213,23 @@ class Gates:
                 # It may have noticed nothing, or before this gate was open.
                 self._post(peer, pb.GateEvent(gate=name, closed=to_status(error)))
 
-    def received(self, src: TaskName, event: pb.GateEvent) -> None:
+    def received(
+        self, src: TaskName, event: pb.GateEvent, tensors: Sequence[Tensor] = ()
+    ) -> None:
         """Takes a message from a gate, or from the arbiter of this one.
 
         Raises:
           MalformedMessageError: its columns have different lengths.
         """
         # A gate is opened by calls of a master, which may overtake these messages.
-        if event.opening == self._openings.get(event.gate):
-            self._take(src, event)
+        if event.opening != self._openings.get(event.gate):
+            return
+        if event.HasField("group"):
+            gate = self._opened.get(event.gate)
+            if isinstance(gate, SyncGateShell) and gate.sums is not None:
+                gate.sums.received(src, event.group, tensors)
+            return
+        self._take(src, event)
 
     def _take(self, src: TaskName, event: pb.GateEvent) -> None:
         name, gate = event.gate, self._opened.get(event.gate)
@@ -286,9 +331,11 @@ class Gates:
         if self._task in shards:
             self._take(self._task, event)
 
-    def _post(self, dst: TaskName, event: pb.GateEvent) -> None:
+    def _post(
+        self, dst: TaskName, event: pb.GateEvent, tensors: Sequence[Tensor] = ()
+    ) -> None:
         event.opening = self._openings.get(event.gate, "")
-        self._transport.post(dst, frame(gate_event=event))
+        self._transport.post(dst, frame(gate_event=event, tensors=tensors))
 
 
 def _by_the_event_loop(seconds: float, callback: Callable[[], None]) -> Timer:

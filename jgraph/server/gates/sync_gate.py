@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeAlias, final
+from typing import final
 
 from jgraph.clock import SystemClock
 from jgraph.coordination.sync.sync_gate import (
@@ -18,6 +18,8 @@ from jgraph.coordination.sync.sync_gate import (
     Refuse,
     StepAsked,
     StepEnded,
+    Sum,
+    Summed,
     SyncGate,
     Tell,
     TellDue,
@@ -28,18 +30,8 @@ from jgraph.coordination.sync.sync_gate import (
 from jgraph.errors import InternalError, JGError
 from jgraph.runtime.gate import Contribution
 from jgraph.runtime.rendezvous import StepKey
+from jgraph.server.gates.group_sums import CallLater, GroupSums, Timer
 from jgraph.server.gates.waits import Waits
-
-
-class Timer(Protocol):
-    """What waits for its time, as a ``TimerHandle`` of asyncio."""
-
-    def cancel(self) -> None:
-        """Ends it."""
-
-
-CallLater: TypeAlias = Callable[[float, Callable[[], None]], Timer]
-"""Calls back after so many seconds."""
 
 
 @final
@@ -51,6 +43,8 @@ class SyncGateShell:
       tell: tells the arbiter of contributions.
       call_later: waits.
       waits: where waiting steps are counted.
+      sums: sums what is contributed, together with other tasks; None: each is averaged
+        here.
     """
 
     def __init__(
@@ -59,9 +53,12 @@ class SyncGateShell:
         tell: Callable[[Tell], None],
         call_later: CallLater,
         waits: Waits | None = None,
+        sums: GroupSums | None = None,
     ) -> None:
         self.waits = waits or Waits(SystemClock())
-        self._machine = SyncGate(version)
+        self.sums = sums
+        together = 0 if sums is None else sums.contributions
+        self._machine = SyncGate(version, together=together)
         self._tell = tell
         self._call_later = call_later
         self._timer: Timer | None = None
@@ -134,9 +131,14 @@ class SyncGateShell:
         self._handle(Voided(step))
         self.settle()
 
+    def summed(self) -> None:
+        """The sum of all contributions is here."""
+        self._handle(Summed())
+
     def closed(self, error: JGError) -> None:
         """The arbiter decides nothing more."""
         self.is_closed = True
+        self._end_sums()
         self.settle()
         self._handle(Closed(error))
         self._contributions.clear()
@@ -145,6 +147,11 @@ class SyncGateShell:
         """Ends the gate; nothing more is told."""
         self.settle()
         self._end_timer()
+        self._end_sums()
+
+    def _end_sums(self) -> None:
+        if self.sums is not None:
+            self.sums.close()
 
     def _end_timer(self) -> None:
         if self._timer is not None:
@@ -163,16 +170,31 @@ class SyncGateShell:
             case Refuse(step, error):
                 self.waits.end(step)
                 self._asking.pop(step)[1](error)
-            case Keep(step):
-                self._contributions[step] = self._new
-            case Drop(step):
-                self._contributions.pop(step, None)
             case Tell():
                 self._tell(instruction)
             case TellLater(after_s):
                 self._end_timer()
                 due = partial(self._handle, TellDue())
                 self._timer = self._call_later(after_s, due)
+            case Keep() | Drop() | Sum() | Choose():
+                self._change(instruction)
+
+    def _change(self, instruction: Keep | Drop | Sum | Choose) -> None:
+        """Changes what is kept of contributions."""
+        match instruction:
+            case Keep(step):
+                values = self._new
+                if self.sums is not None:
+                    values = self.sums.keep(self._machine.version, values)
+                self._contributions[step] = values
+            case Drop(step):
+                self._contributions.pop(step, None)
+            case Sum(version):
+                assert self.sums is not None  # so they are summed together
+                self.sums.all_contributed(version)
             case Choose(steps):
                 self._chosen = tuple(self._contributions[step] for step in steps)
                 self._contributions.clear()
+                if self.sums is not None:
+                    self.sums.decided()
+                    self._chosen = (self.sums.joined(self._chosen),)

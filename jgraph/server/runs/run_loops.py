@@ -136,6 +136,7 @@ async def open_round_gates(
         opening=deciding.loop,
         run=deciding.run,
         term=deciding.term,
+        group=sync.group if sync.HasField("group") else None,
     )
     for shard in map(TaskName, sync.shards):
         request = frame(open_gate=gate)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from jgraph.client.cluster import Cluster
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.graph import Graph
-from jgraph.graph.ir import TaskName
+from jgraph.graph.ir import TaskName, VariableKey
 from jgraph.plan.plan import Plan, plan
 
 
@@ -16,6 +16,7 @@ def plan_on(
     driver: TaskName,
     own: str | None = None,
     ps: Sequence[TaskName] = (),
+    at_driver: Sequence[VariableKey] = (),
 ) -> Plan:
     """Returns what goes where; all that is not placed goes to the driver.
 
@@ -26,6 +27,7 @@ def plan_on(
       own: how the names begin of variables that are the driver's, whatever their
         device says; None: no name does.
       ps: that there are, though they need not be there yet.
+      at_driver: variables, or shards, that are the driver's likewise.
     """
     tasks = cluster.tasks()
     tasks += [task for task in ps if task not in tasks]
@@ -36,9 +38,12 @@ def plan_on(
         default=DeviceSpec.from_string(driver),
         platforms=platforms_of_jobs(tasks, cluster.platforms),
         variable_tasks={
-            v.key: driver
-            for v in graph.variables
-            if own is not None and v.name.startswith(own)
+            **{
+                v.key: driver
+                for v in graph.variables
+                if own is not None and v.name.startswith(own)
+            },
+            **dict.fromkeys(at_driver, driver),
         },
     )
 

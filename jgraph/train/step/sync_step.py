@@ -124,6 +124,15 @@ class SyncStep:
         """How many words of a secure sum a contribution has; 0: it is none."""
         return 0 if self._secure is None else self._secure.words
 
+    def dense_means(self, reads: Collection[str]) -> list[Variable]:
+        """Returns the means of the gradients of which no rows travel.
+
+        Args:
+          reads: as for ``gradient_graph``.
+        """
+        means = [v for v in jax.tree.leaves(self._grads) if isinstance(v, Variable)]
+        return [v for v in means if _contributed(v, reads)]
+
     def apply_graph(self) -> Graph:
         """Returns the graph of an update from what is averaged.
 

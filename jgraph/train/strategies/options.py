@@ -15,7 +15,7 @@ from jgraph.train.strategies.batch_share import BatchShare, check_share
 from jgraph.train.strategies.elastic import Elastic, check_elastic
 from jgraph.view import markup
 
-Dense: TypeAlias = Literal["ps", "workers", "auto"]
+Dense: TypeAlias = Literal["ps", "workers", "xla", "auto"]
 """Who holds dense parameters: see ``SyncPS``."""
 
 DENSE: Final[tuple[Dense, ...]] = get_args(Dense)
@@ -150,7 +150,10 @@ class SyncPS:
         gradients of their part, update it, and send it to the others; tables of which
         rows travel stay on the ps, and without tables no ps is needed. What is
         computed is the same. A worker that is lost is then lost as a ps is. Or
-        ``"auto"``: where the busiest link is busy for less time; ``plan()`` says why.
+        ``"xla"``: as ``"workers"``, and gradients in float32 are summed by XLA's own
+        collectives (NCCL on GPUs, gloo on CPUs), in a child process of each worker's
+        server. Or ``"auto"``: on ps or workers, where the busiest link is busy for
+        less time; ``plan()`` says why.
       cost_model: how fast the links are, for ``dense="auto"``; if unset, that is
         measured, which takes some seconds, once per cluster.
       elastic: lets workers join and leave between two updates, as for ``AsyncPS``. An
@@ -223,12 +226,14 @@ class SyncPS:
                 f"dense is {self.dense!r:.60}; it says who holds dense parameters: "
                 f"{', '.join(map(repr, DENSE[:-1]))} or {DENSE[-1]!r}"
             )
-        if self.dense == "workers" and self.elastic is not None:
+        if self.dense in ("workers", "xla") and self.elastic is not None:
             raise ConfigError(
-                "SyncPS(dense='workers') with elastic=: each worker holds its part of "
-                "the parameters, so none may join or leave a run that goes on; leave "
-                "out elastic=, or write dense='ps'"
+                f"SyncPS(dense={self.dense!r}) with elastic=: each worker holds its "
+                "part of the parameters, so none may join or leave a run that goes "
+                "on; leave out elastic=, or write dense='ps'"
             )
+        if self.dense == "xla":
+            _check_collectives(self)
         if self.dense != "ps" and self.elastic is not None and self.elastic.ps:
             raise ConfigError(
                 f"SyncPS(dense={self.dense!r}) with jg.Elastic(ps={self.elastic.ps}): "
@@ -281,6 +286,36 @@ def _check_shared(strategy: ParameterServers) -> None:
         raise ConfigError(
             f"step_timeout_s is {strategy.step_timeout_s}; it must be over 0 seconds"
         )
+
+
+def _check_collectives(strategy: SyncPS) -> None:
+    """Refuses what sums of all workers at once cannot be combined with.
+
+    Raises:
+      ConfigError: names the option, and why.
+    """
+    all_in = "a sum of XLA's collectives is of all workers"
+    reasons = {
+        "backup_workers": (strategy.backup_workers != 0, all_in),
+        "replicas_to_aggregate": (strategy.replicas_to_aggregate is not None, all_in),
+        "gradient_dtype": (
+            strategy.gradient_dtype is not None,
+            "XLA's collectives sum float32, and what rounding takes away is kept for "
+            "gradients that travel as messages",
+        ),
+        "durability": (
+            strategy.durability == "replica",
+            "who has the copy of a lost worker would go on without it, and a sum of "
+            "XLA's collectives is of all workers",
+        ),
+    }
+    for option, (is_set, why) in reasons.items():
+        if is_set:
+            value = getattr(strategy, option)
+            raise ConfigError(
+                f"SyncPS(dense='xla') with {option}={value!r:.40}: {why}; leave out "
+                f"{option}=, or write dense='workers'"
+            )
 
 
 def check_private(strategy: SyncPS, name: str) -> None:

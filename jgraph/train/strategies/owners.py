@@ -60,7 +60,7 @@ def choose_owners(
             "jg.Trainer(…, sparse='off')"
         )
     owners = owned_by(cluster, strategy, names)
-    if strategy.dense == "workers":
+    if strategy.dense in ("workers", "xla"):
         return owners, ""
     if not ps:
         return owners, "dense='auto': on the workers, as there is no ps"

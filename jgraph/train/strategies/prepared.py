@@ -36,6 +36,7 @@ class Prepared:
         that of the plan.
       entropy: shape of the random bits that an update is fed; empty: none.
       words: of what is contributed to secure sums; 0: the ps see each.
+      group: what children of the workers' servers sum; None: nothing.
       handles: of the registered programs: one per replica, then that of ``on_ps``.
       workers: by handle, also of programs of workers that were lost.
     """
@@ -49,6 +50,7 @@ class Prepared:
     of_workers: Mapping[TaskName, Program] = field(default_factory=dict)
     entropy: Sequence[int] = ()
     words: int = 0
+    group: pb.CollectiveGroup | None = None
     handles: list[str] = field(default_factory=list)
     workers: dict[str, TaskName] = field(default_factory=dict)
 

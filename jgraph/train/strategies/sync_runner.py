@@ -35,6 +35,7 @@ from jgraph.train.state.placement import plan_on
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position, Staleness
 from jgraph.train.step.batch_pieces import BatchPieces
+from jgraph.train.step.group_parts import GroupParts, group_parts
 from jgraph.train.step.sync_step import SyncStep
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.strategies.batch_share import check_data, check_rows, cut_for
@@ -216,13 +217,18 @@ class SyncRunner:
         leader = TaskName(str(count.device))
         apply_program = plan_on(self._cluster, apply_graph, leader, ps=ps).program
         reads = {v.name for p in apply_program.partitions for v in p.variables}
-        graph = sync.gradient_graph({name for name in reads if name.startswith(MEAN)})
+        reads = {name for name in reads if name.startswith(MEAN)}
+        graph = sync.gradient_graph(reads)
         notes = step.arrangement.notes(step.variables)
+        parts = None
+        if self._strategy.dense == "xla":
+            parts = group_parts(sync.dense_means(reads), self._workers.tasks)
+            notes = [*notes, parts.note]
         graph = replace(graph, notes=(*graph.notes, *notes))
         # A worker that holds variables has a part of its own in the step of each.
         owns = bool(step.owners)
         plans = [
-            self._plan_for(worker, graph, ps)
+            self._plan_for(worker, graph, ps, parts)
             for worker in (self._workers.tasks if owns else self._workers.tasks[:1])
         ]
         plan = plans[0]
@@ -236,11 +242,19 @@ class SyncRunner:
             *(graph, plan, names, shards, finite, on_ps, programs),
             entropy=entropy,
             words=sync.words,
+            group=parts and parts.order(self._strategy.step_timeout_s),
         )
 
-    def _plan_for(self, worker: TaskName, graph: Graph, ps: Sequence[TaskName]) -> Plan:
+    def _plan_for(
+        self,
+        worker: TaskName,
+        graph: Graph,
+        ps: Sequence[TaskName],
+        parts: GroupParts | None,
+    ) -> Plan:
         """Returns the plan of one worker's contribution."""
-        plan = plan_on(self._cluster, graph, worker, own_prefix(0), ps)
+        stays = () if parts is None else parts.keys
+        plan = plan_on(self._cluster, graph, worker, own_prefix(0), ps, stays)
         program = contributing(plan.program, self._step.container)
         return replace(plan, program=program)
 
@@ -267,6 +281,7 @@ class SyncRunner:
             version=version,
             run=run,
             term=1,
+            group=prepared.group,
         )
         limit = self._strategy.step_timeout_s
         # The ps see better who is missing, and say so first. A step goes on without one
@@ -302,6 +317,7 @@ class SyncRunner:
             entropy=prepared.entropy,
             rule=self._rule,
             sums=sums,
+            group=prepared.group,
         )
         arbiter = LoopRequest(
             task=shards[0],

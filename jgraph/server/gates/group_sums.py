@@ -1,0 +1,439 @@
+"""Sums of what replicas contribute, by children of the servers, or as messages.
+
+The shell of ``coordination.sync.group`` and ``coordination.sync.group_member``. Each
+server lends its child the memory in which that finds what the own replica contributed,
+in parts of the workers that own them, and leaves the mean of the own part.
+"""
+
+import logging
+import socket
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Protocol, TypeAlias, final
+
+import numpy as np
+
+from jgraph.cluster.events import EventLog
+from jgraph.cluster.transport_choice import is_loopback
+from jgraph.coordination.sync import group, group_member as member
+from jgraph.errors import (
+    ConfigError,
+    InsecureError,
+    MalformedMessageError,
+    UnknownDeviceError,
+)
+from jgraph.graph.ir import TaskName
+from jgraph.plan.program.accumulate import mean
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.shared_memory.memory_files import MemoryFile
+from jgraph.runtime.gate import Contribution, Key
+from jgraph.runtime.group_child import Layout, stamp
+from jgraph.server.gates.group_child import GroupChild
+from jgraph.server.task_context import TaskContext
+
+_LOG = logging.getLogger("jgraph.group")
+
+START_SHARE: Final = 0.25
+SUM_SHARE: Final = 0.1
+"""Of the limit of a step, for children to begin, and to sum: so it has time for three
+that do not begin, and for one more that does not sum."""
+
+_Array: TypeAlias = np.ndarray[Any, Any]
+
+Post: TypeAlias = Callable[[TaskName, pb.GroupNews, Sequence[_Array]], None]
+"""Sends a member what is new."""
+
+
+class Timer(Protocol):
+    """What waits for its time, as a ``TimerHandle`` of asyncio."""
+
+    def cancel(self) -> None:
+        """Ends it."""
+
+
+CallLater: TypeAlias = Callable[[float, Callable[[], None]], Timer]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GroupHost:
+    """What groups need of their task.
+
+    Args:
+      context: says where tasks are, and whether strangers may listen.
+      events: of the task.
+    """
+
+    context: TaskContext
+    events: EventLog
+
+    def check(self, order: pb.CollectiveGroup) -> None:
+        """Refuses a group that has to be none here.
+
+        Args:
+          order: says who is in it.
+
+        Raises:
+          ConfigError: this system cannot lend memory to a child.
+          InsecureError: others would read, and could change, what is summed.
+          UnknownDeviceError: a member is no task of the cluster, or cannot be dialled.
+        """
+        if sys.platform != "linux":
+            raise ConfigError(
+                "SyncPS(dense='xla') lends memory to child processes, which needs "
+                "Linux; write dense='workers'"
+            )
+        for part in order.parts:
+            host = self.host(TaskName(part.task))
+            if not (is_loopback(host) or self.context.insecure_i_accept):
+                task = self.context.task
+                raise InsecureError(
+                    f"SyncPS(dense='xla'): XLA's collectives travel without "
+                    f"encryption and ask nobody who he is, and {part.task} is at "
+                    f"'{host}', beyond this machine; write dense='workers', which is "
+                    f"encrypted, or, in a network that is yours alone, start {task} "
+                    "and all other workers with --insecure-i-accept",
+                    task=task,
+                )
+
+    def host(self, task: TaskName) -> str:
+        """Returns where others reach a task.
+
+        Raises:
+          UnknownDeviceError: they do not.
+        """
+        address = self.context.addresses.get(task, "")
+        if not address:
+            raise UnknownDeviceError(
+                f"SyncPS(dense='xla'): nobody knows where {task} listens, and workers "
+                "dial each other's children; write dense='workers'",
+                task=task,
+            )
+        return address.rpartition(":")[0]
+
+
+@final
+class GroupSums:
+    """The part of one task in the sums of a gate.
+
+    Args:
+      host: of this task.
+      order: what is summed, and for whom.
+      container: of the variables.
+      version: updates applied so far.
+      post: sends members what is new.
+      give: takes note of a sum that is here now.
+      call_later: waits.
+
+    Raises:
+      JGError: see ``GroupHost.check``.
+    """
+
+    def __init__(
+        self,
+        host: GroupHost,
+        order: pb.CollectiveGroup,
+        container: str,
+        version: int,
+        post: Post,
+        give: Callable[[], None],
+        call_later: CallLater,
+    ) -> None:
+        host.check(order)
+        self._host, self._post, self._give = host, post, give
+        self._call_later = call_later
+        self._task = host.context.task
+        self._members = [TaskName(part.task) for part in order.parts]
+        self._parts = [_places(container, p.variables, p.elements) for p in order.parts]
+        self._own = self._parts[self._members.index(self._task)]
+        self._rank = self._members.index(self._task)
+        self._sizes = [sum(part.elements) for part in order.parts]
+        self._start_s = START_SHARE * order.limit_s
+        self._sum_s = SUM_SHARE * order.limit_s
+        self._layout = Layout(len(self._members), max(self._sizes))
+        self._memory = MemoryFile(self._layout.nbytes, b"")
+        self._rows, self._mean = self._layout.rows(self._memory.data)
+        self._came: defaultdict[int, dict[TaskName, _Array]] = defaultdict(dict)
+        self._shapes: dict[Key, tuple[int, ...]] = {}
+        self._port = 0
+        self._machine = member.GroupMember(version)
+        leads = self._task == self._members[0]
+        self._group = group.Group(self._members) if leads else None
+        self._child: GroupChild | None = None
+        self._start_timer: Timer | None = None
+        self._sum_timer: Timer | None = None
+        self._is_closed = False
+
+    @property
+    def contributions(self) -> int:
+        """How many are summed."""
+        return len(self._members)
+
+    @property
+    def child(self) -> int:
+        """The process of the child; 0: there is none."""
+        return 0 if self._child is None else self._child.pid
+
+    def begin(self) -> None:
+        """Begins, once the gate is open here."""
+        if self._group is not None:
+            for other in self._members[1:]:
+                self._say(other, pb.GroupNews(what="asked"))
+        self._say(self._members[0], pb.GroupNews(what="opened"))
+
+    def keep(self, version: int, values: Contribution) -> Contribution:
+        """Takes what is summed of a contribution; returns what is not.
+
+        Args:
+          version: to which it is.
+          values: of the own replica all that is summed, of others nothing of that.
+        """
+        if not any(key in values for part in self._parts for key in part):
+            return values
+        others = dict(values)
+        for row, part in zip(self._rows, self._parts, strict=True):
+            for key, place in part.items():
+                value = others.pop(key)
+                row[place] = value.reshape(-1)
+                self._shapes[key] = value.shape
+        self._rows[:, -1] = stamp(version)
+        return others
+
+    def all_contributed(self, version: int) -> None:
+        """All replicas have contributed to a version."""
+        self._take(member.AllContributed(version))
+
+    def decided(self) -> None:
+        """What was summed last is part of an update."""
+        self._take(member.UpdateDecided())
+
+    def joined(self, chosen: Sequence[Contribution]) -> Contribution:
+        """Returns one contribution for all: means, those of the own part from the sum.
+
+        Args:
+          chosen: what else was contributed, in the order in which it is summed.
+        """
+        others = {key: mean([each[key] for each in chosen]) for key in chosen[0]}
+        own = {
+            key: self._mean[place].reshape(self._shapes[key])
+            for key, place in self._own.items()
+        }
+        return {**others, **own}
+
+    def received(
+        self, src: TaskName, news: pb.GroupNews, tensors: Sequence[Any]
+    ) -> None:
+        """Takes what a member tells.
+
+        Raises:
+          MalformedMessageError: it is no member, or has no say in that.
+        """
+        if src not in self._members or self._is_closed:
+            return
+        if self._group is not None:
+            self._heard_by_leader(src, news)
+        if news.what == "asked":
+            self._say(src, pb.GroupNews(what="opened"))
+        elif news.what == "part":
+            self._part_came(src, news.version, tensors)
+        elif src == self._members[0]:
+            self._heard_of_leader(news)
+
+    def close(self) -> None:
+        """Ends the child; nothing more is summed."""
+        self._is_closed = True
+        self._end_child()
+        for timer in (self._start_timer, self._sum_timer):
+            if timer is not None:
+                timer.cancel()
+        self._memory.close()
+
+    # ------------------------------------------------------------ leading
+
+    def _heard_by_leader(self, src: TaskName, news: pb.GroupNews) -> None:
+        match news.what:
+            case "opened":
+                self._lead(group.MemberOpened(src))
+            case "ready":
+                self._lead(group.MemberReady(src, news.epoch, news.version))
+            case "failed":
+                why = f"{src}: {news.why}"
+                _LOG.warning("the children of epoch %d are ended: %s", news.epoch, why)
+                self._lead(group.MemberFailed(src, news.epoch, news.why))
+
+    def _lead(self, event: group.Event) -> None:
+        assert self._group is not None  # who calls leads
+        for instruction in self._group.handle(event):
+            match instruction:
+                case group.BeginEpoch(epoch):
+                    port = _free_port(self._host.host(self._task))
+                    self._say_all(pb.GroupNews(what="begin", epoch=epoch, port=port))
+                    self._cancel_start()
+                    late = partial(self._lead, group.StartIsLate(epoch))
+                    self._start_timer = self._call_later(self._start_s, late)
+                    if epoch > 1:
+                        self._note("regrouped", "ended, and others begin", event)
+                case group.EpochUp(epoch, first):
+                    self._cancel_start()
+                    up = pb.GroupNews(what="up", epoch=epoch, version=first)
+                    self._say_all(up)
+                case group.GiveUp(why):
+                    self._cancel_start()
+                    text = f"broke {group.ATTEMPTS} times, at last as {why}; from now "
+                    text += "on gradients go as messages, as with dense='workers'"
+                    self._note("fell back", text, None)
+                    self._say_all(pb.GroupNews(what="gave up", why=why))
+
+    def _note(self, kind: str, text: str, event: group.Event | None) -> None:
+        because = ""
+        if isinstance(event, group.MemberFailed):
+            because = f": {event.member}: {event.why}"
+        elif isinstance(event, group.StartIsLate):
+            because = ": some did not begin in time"
+        text = f"the children of {self._task} and others for XLA's collectives {text}"
+        self._host.events.note(kind, text + because, level=logging.WARNING)
+
+    def _cancel_start(self) -> None:
+        if self._start_timer is not None:
+            self._start_timer.cancel()
+            self._start_timer = None
+
+    # ------------------------------------------------------------ a member
+
+    def _heard_of_leader(self, news: pb.GroupNews) -> None:
+        match news.what:
+            case "begin":
+                self._port = news.port
+                self._take(member.EpochBegun(news.epoch))
+            case "up":
+                self._take(group.EpochUp(news.epoch, news.version))
+            case "gave up":
+                self._take(member.GroupGaveUp())
+
+    def _take(self, event: member.Event) -> None:
+        if self._is_closed:
+            return
+        for instruction in self._machine.handle(event):
+            self._perform(instruction)
+
+    def _perform(self, instruction: member.Instruction) -> None:
+        match instruction:
+            case member.EndChild():
+                self._end_child()
+            case member.BeginChild(epoch):
+                self._begin_child(epoch)
+            case member.TellReady(epoch, needs):
+                self._tell(pb.GroupNews(what="ready", epoch=epoch, version=needs))
+            case member.TellFailed(epoch, why):
+                self._tell(pb.GroupNews(what="failed", epoch=epoch, why=why))
+            case member.Sum(epoch, version):
+                assert self._child is not None  # it is up
+                late = partial(self._take, member.SumIsLate(epoch, version))
+                self._sum_timer = self._call_later(self._sum_s, late)
+                self._child.sum(version)
+            case member.SendParts(version):
+                for owner, row in zip(self._members, self._rows, strict=True):
+                    news = pb.GroupNews(what="part", version=version)
+                    self._say(owner, news, [np.array(row)])
+            case member.GiveSum(version):
+                _LOG.debug("%s has its sum of update %d", self._task, version)
+                self._give()
+
+    def _begin_child(self, epoch: int) -> None:
+        leader = self._host.host(self._members[0])
+        host = self._host.host(self._task)
+        setup = {
+            "rank": self._rank,
+            "members": len(self._members),
+            "elements": max(self._sizes),
+            "memory": self._memory.fd,
+            "address": f"{leader}:{self._port}",
+            "host": host.strip("[]"),
+            "loopback": is_loopback(host),
+        }
+        failed = lambda why: self._take(member.ChildFailed(epoch, why))
+        self._child = GroupChild(setup, partial(self._heard, epoch), failed)
+
+    def _heard(self, epoch: int, line: str) -> None:
+        what, _, rest = line.partition(" ")
+        match what:
+            case "ready":
+                self._take(member.ChildReady(epoch))
+            case "summed":
+                self._cancel_sum()
+                if self._group is not None:
+                    self._lead(group.VersionSummed(epoch))
+                self._take(member.ChildSummed(epoch, int(rest)))
+            case "failed":
+                self._take(member.ChildFailed(epoch, rest))
+
+    def _end_child(self) -> None:
+        self._cancel_sum()
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+    def _cancel_sum(self) -> None:
+        if self._sum_timer is not None:
+            self._sum_timer.cancel()
+            self._sum_timer = None
+
+    def _part_came(self, src: TaskName, version: int, tensors: Sequence[Any]) -> None:
+        """Takes what a replica contributed to the own part.
+
+        Raises:
+          MalformedMessageError: it is not of its size.
+        """
+        sizes = [(np.shape(one), np.asarray(one).dtype) for one in tensors]
+        if sizes != [(self._mean.shape, self._mean.dtype)]:
+            raise MalformedMessageError(
+                f"{src} sends {sizes} as its part of update {version}, and not "
+                f"float32[{self._layout.width}]"
+            )
+        for old in [one for one in self._came if one < version]:
+            del self._came[old]
+        self._came[version][src] = np.asarray(tensors[0])
+        if len(self._came[version]) == len(self._members):
+            came = self._came.pop(version)
+            self._mean[:] = mean([came[one] for one in self._members])
+            self._take(member.MessagesSummed(version))
+
+    # ------------------------------------------------------------ sending
+
+    def _tell(self, news: pb.GroupNews) -> None:
+        self._say(self._members[0], news)
+
+    def _say_all(self, news: pb.GroupNews) -> None:
+        for one in self._members:
+            self._say(one, news)
+
+    def _say(
+        self, dst: TaskName, news: pb.GroupNews, tensors: Sequence[_Array] = ()
+    ) -> None:
+        if dst == self._task:
+            self.received(dst, news, tensors)
+        else:
+            self._post(dst, news, tensors)
+
+
+def _places(
+    container: str, names: Sequence[str], elements: Sequence[int]
+) -> Mapping[Key, slice]:
+    """Returns where in its row each variable of a part lies."""
+    ends = np.cumsum(elements).tolist()
+    starts = [0, *ends[:-1]]
+    return {
+        (container, name): slice(start, end)
+        for name, start, end in zip(names, starts, ends, strict=True)
+    }
+
+
+def _free_port(host: str) -> int:
+    """Returns a port of this host at which nobody listens now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as free:
+        free.bind((host.strip("[]"), 0))
+        return int(free.getsockname()[1])
