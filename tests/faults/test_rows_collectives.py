@@ -51,11 +51,12 @@ def signalled(cluster: LocalCluster, number: int) -> Callable[[], None]:
     return act
 
 
+@pytest.mark.row(50, 51)
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(signal.SIGKILL, marks=pytest.mark.row(50)),
-        pytest.param(signal.SIGSTOP, marks=[pytest.mark.row(51), pytest.mark.chaos]),
+        signal.SIGKILL,
+        pytest.param(signal.SIGSTOP, marks=pytest.mark.chaos),
     ],
 )
 def test_steps_go_on_with_other_children_and_no_batch_comes_twice(

@@ -19,7 +19,7 @@ from jgraph.train.trainer import Trainer
 from tests.support.models import NnxNorm, data, nnx_loss
 from tests.support.servers import connected
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.usefixtures("nothing_is_left")]
 
 STEPS, BATCH = 8, 8
 rng = np.random.default_rng(0)

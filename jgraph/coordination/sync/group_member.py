@@ -184,7 +184,7 @@ class GroupMember:
 
     def __init__(self, version: int) -> None:
         self._needs = version
-        self._kept: int | None = None  # version whose contribution is here
+        self._version: int | None = None  # version whose contribution is here
         self._epoch = 0
         self._has_child = False
         self._is_up = False
@@ -199,10 +199,10 @@ class GroupMember:
             case GroupGaveUp():
                 return self._give_up()
             case AllContributed(version):
-                self._kept = version
+                self._version = version
                 return self._go_on()
             case UpdateDecided():
-                self._kept = None
+                self._version = None
                 return []
             case MessagesSummed(version):
                 return self._summed(version)
@@ -219,7 +219,7 @@ class GroupMember:
                 return [TellReady(epoch, self._needs)]
             case EpochUp(_, first):
                 self._is_up = True
-                again = self._kept is not None and self._kept >= first
+                again = self._version is not None and self._version >= first
                 return self._go_on() if again else []
             case ChildSummed(_, version):
                 self._summing = None
@@ -246,14 +246,14 @@ class GroupMember:
 
     def _go_on(self) -> list[Instruction]:
         """Sums what is kept, if it can be now."""
-        if self._kept is None:
+        if self._version is None:
             return []
         if self._by_messages:
-            return [SendParts(self._kept)]
+            return [SendParts(self._version)]
         if not self._is_up:
             return []
-        self._summing = self._kept
-        return [Sum(self._epoch, self._kept)]
+        self._summing = self._version
+        return [Sum(self._epoch, self._version)]
 
     def _summed(self, version: int) -> list[Instruction]:
         if version < self._needs:

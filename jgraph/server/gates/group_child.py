@@ -23,18 +23,18 @@ class GroupChild:
 
     Args:
       setup: what it is told first; ``memory`` is the descriptor that it inherits.
-      heard: takes each line that it says.
+      hear: takes each line that it says.
       over: takes why it is over, once, unless it is ended from here.
     """
 
     def __init__(
         self,
         setup: Mapping[str, Any],
-        heard: Callable[[str], None],
+        hear: Callable[[str], None],
         over: Callable[[str], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._heard, self._over = heard, over
+        self._hear, self._over = hear, over
         self._is_ended = False
         # On the thread of the event loop: the kernel ends the child with that.
         self._process = subprocess.Popen(
@@ -79,7 +79,7 @@ class GroupChild:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
-                self._tell(self._heard, line.strip())
+                self._tell(self._hear, line.strip())
         code = self._process.wait()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._tell(self._over, f"its child ended ({how})")

@@ -150,7 +150,7 @@ def test_a_part_of_another_size_is_refused_and_a_whole_set_is_averaged() -> None
         for wrong in (np.zeros(3, np.float32), np.zeros(16, np.float64)):
             with pytest.raises(MalformedMessageError, match=r"float32\[16\]"):
                 sums.received(ONE, news, [wrong])
-        a, b = np.ones(3, np.float32), np.float32([[4], [6]])
+        a, b = np.ones(3, np.float32), np.array([[4], [6]], np.float32)
         kept = sums.keep(0, {("g", "mean/a"): a, ("g", "mean/b"): b, ("g", "x"): a})
         assert list(kept) == [("g", "x")]
         sums.received(ONE, news, [np.full(16, 2, np.float32)])
