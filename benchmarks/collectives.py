@@ -108,7 +108,9 @@ def compare(a: Any, workers: int) -> None:
             jg.LocalCluster(ps=a.ps, workers=workers, transport=a.transport)
         )
         ways: dict[str, Callable[[], float]] = {}
-        kinds: list[Dense] = ["workers", "ps", *(["xla"] if a.xla else [])]
+        kinds: list[Dense] = ["workers", "ps"]
+        if a.xla:
+            kinds.append("xla")
         for dense in kinds:
             there = trainer(cluster, a.model, a.mb, dense)
             there.fit(data, steps=3, batch_size=BATCH, progress=False)
