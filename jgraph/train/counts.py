@@ -17,6 +17,13 @@ def is_duration(value: object) -> bool:
     return bool(value > 0)
 
 
+def is_share(value: object) -> bool:
+    """Whether an option is a part of a whole, from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, float | int | np.number):
+        return False
+    return bool(0 <= value <= 1)
+
+
 def as_ints(options: object, *names: str) -> None:
     """Makes Python's of the NumPy integers among frozen options.
 

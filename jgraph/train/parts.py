@@ -294,6 +294,10 @@ class TrainerBuild:
                 why = "Federated reads all parameters at the begin of a round"
                 refuse_tables(adapter.tables, _travels_by_rows(why))
                 sparse = "off"
+            elif config.strategy.fragments > 1 or config.strategy.overlap:
+                why = "of fragments all rows are read in turn"
+                refuse_tables(adapter.tables, _travels_by_rows(why))
+                sparse = "off"
             elif config.strategy.inner_state == "average":
                 why = "inner_state='average' is of the state of all its rows"
                 refuse_tables(adapter.tables, _travels_by_rows(why))

@@ -26,6 +26,7 @@ from jgraph.plan.program.replicas import own_state
 from jgraph.train.model.metrics import LOCAL_STEPS
 from jgraph.train.model.optimizer import CalledOptimizer, Optimizer
 from jgraph.train.model.trees import Tree, group_with_parameters, path_of
+from jgraph.train.step.fragments import Fragments
 from jgraph.train.tables.local_rows import (
     RoundRows,
     StoredRows,
@@ -62,6 +63,10 @@ class LocalRule:
       epochs: of a client's own data in a round, whose batch says how many steps these
         are; 0: its data is not its own.
       proximal: how strongly parameters are held to those at the begin of the round.
+      fragments: of the parameters, of which a contribution is one.
+      overlap: steps that a worker takes before what came of its contribution is mixed
+        into its parameters.
+      mix: how much of its own it keeps then, 0 to 1.
       row_budget: how many rows of a table the steps of a round may need; 0: any number.
     """
 
@@ -73,6 +78,9 @@ class LocalRule:
     epochs: int = 0
     proximal: float = 0.0
     row_budget: int = 0
+    fragments: int = 1
+    overlap: int = 0
+    mix: float = 0.5
 
 
 @final
@@ -87,9 +95,12 @@ class LocalSteps:
       rule: how steps are taken.
       params: of the model, or their shapes and dtypes.
       container: of the variables.
+      state: of the model, or its shapes and dtypes.
     """
 
-    def __init__(self, rule: LocalRule, params: Tree, container: str) -> None:
+    def __init__(
+        self, rule: LocalRule, params: Tree, container: str, state: Tree = None
+    ) -> None:
         self.rule = rule
         self.tx = CalledOptimizer(rule.tx)
         """Makes the steps."""
@@ -103,6 +114,18 @@ class LocalSteps:
             self._slots = self._state_of(params)
         if rule.inner_state == "keep":
             self.variables = self._kept()
+        self.fragments: Fragments | None = None
+        """How the parameters are exchanged in turn; None: all at once."""
+        if rule.fragments > 1 or rule.overlap:
+            self.fragments = Fragments(
+                *(params, state, rule.fragments, rule.overlap, rule.mix, self._own)
+            )
+
+    @property
+    def own(self) -> list[Variable]:
+        """All that a worker has for its steps, whatever a batch is."""
+        pieces = [] if self.fragments is None else self.fragments.variables
+        return [*self.variables, *pieces]
 
     def _state_of(self, params: Tree) -> tuple[tuple[str, str, Any], ...]:
         """Returns of each leaf of the optimizer's state name, parameter and type."""
@@ -184,6 +207,11 @@ class LocalSteps:
             return (
                 f"{epochs} epoch{'s' * (epochs > 1)} of a client's own optimizer, on "
                 "its own data, make a contribution"
+            )
+        if self.fragments is not None:
+            return (
+                f"{self.count} steps of each worker's own optimizer make an update; "
+                f"{self.fragments.note}"
             )
         most = "up to " if self.rule.paced else ""
         return f"{most}{self.count} steps of each worker's own optimizer make an update"
@@ -273,6 +301,68 @@ class LocalSteps:
             return Computed(
                 *(value, metrics, state, way, used, _no_loss, weight, averaged)
             )
+
+    def streamed(
+        self,
+        fragments: Fragments,
+        loss: Callable[..., Any],
+        tree: Tree,
+        round_batch: Any,
+        step: Any,
+        replica: Any,
+    ) -> Computed:
+        """Returns what the steps before an exchange come to; called inside a graph.
+
+        Args:
+          fragments: of which one is exchanged.
+          loss: as ``Adapter.loss``.
+          tree: the variables of the model.
+          round_batch: the batches of all steps, one after the other.
+          step: number of the update, int32.
+          replica: number of the worker, int32.
+        """
+        *inner, rounds = self.variables
+
+        def take(carry: Any, batches: Any, seeds: Any) -> Any:
+            def one(carry: Any, inputs: Any) -> Any:
+                params, opt, state = carry
+                batch, seed = inputs
+                compute = jax.value_and_grad(loss, has_aux=True)
+                (value, (metrics, state)), grads = compute(
+                    params, state, batch, (replica, seed)
+                )
+                updates, opt = self.tx.update(grads, opt, params, value=value)
+                params = optax.apply_updates(params, updates)
+                return (params, opt, state), (value, metrics)
+
+            return jax.lax.scan(one, carry, (batches, seeds))
+
+        def inputs(round_batch: Any, step: Any) -> tuple[Any, Any]:
+            batches, count, _ = self._batches(round_batch)
+            return batches, step * count + jnp.arange(count, dtype=jnp.int32)
+
+        with device("/job:worker"):
+            number = rounds[...]
+            leaves = [variable[...] for variable in inner]
+            opt = jax.tree.structure(jax.eval_shape(self.tx.init, self._params))
+
+        def begin(params: Tree) -> Tree:
+            fresh = jax.tree.leaves(self.tx.init(params))
+            pairs = zip(leaves, fresh, strict=True)
+            values = [jnp.where(number > 0, old, new) for old, new in pairs]
+            return jax.tree.unflatten(opt, values)
+
+        known = jax.tree.unflatten(opt, leaves)
+        piece = fragments.steps(
+            *(take, known, begin, tree, inputs, (round_batch, step))
+        )
+        losses, metrics = piece.results
+        with device("/job:worker"):
+            _, last, state = piece.carry
+            self._keep(last, {})
+            rounds[...] = number + 1
+            value, metrics = losses.mean(), jax.tree.map(_over_steps, metrics)
+        return Computed(value, metrics, state, piece.way, piece.rows, _no_loss)
 
     def _stored(
         self, by_rows: RowStep | None, rows: RoundRows | None

@@ -69,6 +69,9 @@ class SyncStep:
         self._by_rows = None if cut is not None else step.row_step(batch)
         tree = step.unflatten(list(step.variables))
         counts = {t.name: self._most(t) for t in self._tables}
+        if (fragments := step.fragments) is not None:
+            by_rows = [v for v in jax.tree.leaves(tree["params"]) if v.shape]
+            counts = {v.name: n for v, n in zip(by_rows, fragments.most, strict=True)}
         self._grads = jax.tree.map(
             lambda v: (
                 RowMean(v, counts[v.name], contributions)

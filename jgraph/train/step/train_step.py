@@ -39,6 +39,7 @@ from jgraph.train.privacy.private_update import PrivateUpdate, SampledBatch
 from jgraph.train.step.arrange import Arrangement, groups_of
 from jgraph.train.step.batch_pieces import BatchPieces
 from jgraph.train.step.compress import Compression, GradientDtype
+from jgraph.train.step.fragments import Fragments, check_slots
 from jgraph.train.step.local_steps import INNER, OUTER, LocalRule, LocalSteps
 from jgraph.train.tables.row_mean import Touched, row_layout
 from jgraph.train.tables.row_step import Computed, RowStep, Sparse, decide
@@ -104,7 +105,7 @@ class TrainStep:
         self._check_finite = check_finite
         self.local = None
         if local is not None:
-            self.local = LocalSteps(local, adapter.params, container)
+            self.local = LocalSteps(local, adapter.params, container, adapter.state)
         state_maker = (
             None
             if adapter.make is None
@@ -147,6 +148,8 @@ class TrainStep:
         self.variables: tuple[Variable, ...] = self._variables_on(self.arrangement)
         self.initial_values: list[Any] = [value for _, value in leaves]
         """Of a large model on a cluster, only their types."""
+        if self.fragments is not None:
+            check_slots(self.variables, groups)
         self.compression = None
         if gradient_dtype is not None:
             parameters = [v for v in self.variables if v.name.startswith("params/")]
@@ -185,6 +188,11 @@ class TrainStep:
         return groups_of(self.variables, self._groups)
 
     @property
+    def fragments(self) -> Fragments | None:
+        """How the parameters are exchanged in turn; None: all at once."""
+        return None if self.local is None else self.local.fragments
+
+    @property
     def tables(self) -> list[TrainedTable]:
         """The hash tables on parameter servers."""
         variables = [v for v in self.variables if v.spec.table is not None]
@@ -197,7 +205,7 @@ class TrainStep:
     def own(self) -> list[Variable]:
         """What each worker has for itself; left-overs begin anew in each ``fit``."""
         residuals = () if self.compression is None else self.compression.residuals
-        return [*residuals, *(() if self.local is None else self.local.variables)]
+        return [*residuals, *(() if self.local is None else self.local.own)]
 
     def own_of(self, by_rows: RowStep | None) -> list[Variable]:
         """Returns what each worker has for itself in a step.
@@ -278,6 +286,7 @@ class TrainStep:
         if key not in self._row_steps:
             off = self._sparse == "off" and not self.adapter.tables
             off |= self.local is not None and self.local.rule.epochs > 0
+            off |= self.fragments is not None
             off |= self.private is not None
             self._row_steps[key] = None if off else self._decide(batch)
         return self._row_steps[key]
@@ -426,6 +435,11 @@ class TrainStep:
           replica: number of the worker, int32.
           steps: how many it takes alone, int32; None: as many as ``LocalSteps`` says.
         """
+        if self.local is not None and self.fragments is not None:
+            tree = self.unflatten(list(self.variables))
+            return self.local.streamed(
+                *(self.fragments, self.adapter.loss, tree, batch, step, replica)
+            )
         if self.local is not None:
             way = self.local.computed(
                 *(self.adapter.loss, self._read, batch, step, replica, steps, by_rows)
@@ -527,7 +541,8 @@ class TrainStep:
         # Read anew: gradients are of the values that travelled to the worker, the
         # update is of those that lie here when it runs.
         old = self._read(rows)
-        if by_rows is not None and by_rows.update.reads_padding:
+        reads_padding = by_rows is not None and by_rows.update.reads_padding
+        if reads_padding or self.fragments is not None:
             old = self._padded_with_zeros(rows, old)
         extra_args = {"value": loss, "value_fn": None if rows else loss_of}
         if self.private is not None:
@@ -557,10 +572,37 @@ class TrainStep:
             "state": state,
             "global_step": old["global_step"] + 1,
         }
+        if self.fragments is not None:
+            last = (old["global_step"] + 1) % self.fragments.count == 0
+            new["opt"] = self._counted(last, new["opt"], old["opt"])
         if ok is not None:
             keep = lambda n, o: jnp.where(ok, n, o)
             new = jax.tree.map(keep, new, {k: old[k] for k in new})
         self._write(new, rows, constants)
+
+    def _counted(self, last: Any, new: Tree, old: Tree) -> Tree:
+        """Returns the state of the optimizer after an update of one fragment.
+
+        What is of no parameter, such as a count of updates, is that of a round: all its
+        fragments see the same.
+
+        Args:
+          last: whether it is the last one of a round.
+          new: the state as the optimizer makes it.
+          old: the state before.
+        """
+        names = [name for name in self.names if name.startswith("opt/")]
+        groups = dict(zip(self.names, self._groups, strict=True))
+        leaves, tree = jax.tree.flatten(new)
+        values = [
+            value
+            if groups[name].startswith("params/")
+            else jnp.where(last, value, before)
+            for name, value, before in zip(
+                names, leaves, jax.tree.leaves(old), strict=True
+            )
+        ]
+        return jax.tree.unflatten(tree, values)
 
     def _whole_updates(
         self, by_rows: RowStep, rows: Mapping[str, Touched], grads: Tree

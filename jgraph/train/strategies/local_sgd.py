@@ -9,7 +9,7 @@ import optax
 from jgraph.errors import ConfigError
 from jgraph.graph.sharding import Partitioner
 from jgraph.plan.placement.spread import PlacementFunction
-from jgraph.train.counts import as_ints, is_count, is_duration
+from jgraph.train.counts import as_ints, is_count, is_duration, is_share
 from jgraph.train.model.optimizer import Optimizer
 from jgraph.train.privacy.options import Privacy, check_privacy
 from jgraph.train.state.durability import Durability
@@ -33,6 +33,9 @@ class LocalSGD:
     Trainer's optimizer, and contributes how far it came. The mean of that is applied
     like a gradient by ``outer``, which makes one update of the model. So a step costs
     no message, and an update one read and one contribution for ``sync_every`` steps.
+
+    With ``fragments`` and ``overlap`` a part of the parameters is exchanged at a time,
+    and workers train on meanwhile: "Streaming DiLoCo" (Douillard et al., 2025).
 
     ``batch_size`` is that of one step; ``steps`` of ``fit`` are updates, each of
     ``sync_every`` steps of every worker. What a round is trained on is dealt out, and
@@ -68,6 +71,16 @@ class LocalSGD:
         many updates since its worker read the parameters: one that would run ahead
         waits, as with ``AsyncPS``. As an update is of one worker, ``outer`` needs a
         rate that is smaller, ``optax.sgd(0.5)``. If unset, an update is of all workers.
+      fragments: into how many the parameters are cut, by bytes. One after the other is
+        exchanged, each after as many steps (``sync_every / fragments``), so that the
+        bytes of an exchange, the most at once, fall by their number. An update is then
+        of one fragment, and of so many steps; ``outer`` counts rounds. A worker keeps
+        its own parameters from one round to the next, and its optimizer's state. What
+        all count by, such as a norm, ``outer`` sees of one fragment alone.
+      overlap: steps that a worker takes on while its contribution travels and is
+        applied, ``sync_every / fragments`` at most; then the fragment of all is mixed
+        into its own (Streaming DiLoCo).
+      mix: how much of its own parameters a worker keeps then, 0 to 1.
       row_budget: how many rows of a table a worker may hold in a round; a round that
         looks up more ends the run (``RowBudgetError``). If unset, any number.
       backup_workers: how many workers a round does not wait for.
@@ -86,6 +99,8 @@ class LocalSGD:
     Example:
       >>> LocalSGD(sync_every=20).sync_every
       20
+      >>> LocalSGD(sync_every=100, fragments=4, overlap=10).mix  # Streaming DiLoCo
+      0.5
     """
 
     sync_every: int = 1
@@ -94,6 +109,9 @@ class LocalSGD:
     weight: StepWeight = "steps"
     inner_state: InnerState = "keep"
     max_staleness: int | None = None
+    fragments: int = 1
+    overlap: int = 0
+    mix: float = 0.5
     row_budget: int | None = None
     backup_workers: int = 0
     step_timeout_s: float = 600.0
@@ -129,6 +147,7 @@ class LocalSGD:
         _ = self.rounds  # refuses what a SyncPS does
         self._check_privacy()
         self._check_staleness()
+        self._check_fragments()
 
     def _check_staleness(self) -> None:
         if self.max_staleness is None:
@@ -151,6 +170,50 @@ class LocalSGD:
                     f"LocalSGD(max_staleness={self.max_staleness}) applies what each "
                     f"worker contributes alone, and {name} is of contributions of all; "
                     "leave out one of them"
+                )
+
+    def _check_fragments(self) -> None:
+        for name, value, least in [
+            ("fragments", self.fragments, 1),
+            ("overlap", self.overlap, 0),
+        ]:
+            if not is_count(value, least):
+                raise ConfigError(
+                    f"{name} is {value!r:.60}; give a whole number, {least} or more"
+                )
+        as_ints(self, "fragments", "overlap")
+        if not is_share(self.mix):
+            raise ConfigError(
+                f"mix is {self.mix!r:.60}; give how much of its own parameters a "
+                "worker keeps, 0 to 1"
+            )
+        if self.sync_every % self.fragments:
+            raise ConfigError(
+                f"sync_every={self.sync_every} is no multiple of fragments="
+                f"{self.fragments}, and each is exchanged after as many steps; write "
+                f"sync_every={-(-self.sync_every // self.fragments) * self.fragments}"
+            )
+        piece = self.sync_every // self.fragments
+        if self.overlap > piece:
+            raise ConfigError(
+                f"overlap={self.overlap} is more than the {piece} steps between two "
+                f"exchanges (sync_every / fragments); write overlap={piece} or less"
+            )
+        if self.fragments == 1 and not self.overlap:
+            return
+        for option, is_set in [
+            ("sync_every_s", self.sync_every_s is not None),
+            (f"inner_state={self.inner_state!r}", self.inner_state != "keep"),
+            ("max_staleness", self.max_staleness is not None),
+            ("dense", self.dense != "ps"),
+            ("privacy", self.privacy is not None),
+            ("gradient_dtype", self.gradient_dtype is not None),
+        ]:
+            if is_set:
+                raise ConfigError(
+                    f"LocalSGD(fragments={self.fragments}, overlap={self.overlap}) "
+                    "lets each worker go on with parameters of its own, which does "
+                    f"not go with {option}; leave out one of them"
                 )
 
     def _check_privacy(self) -> None:
@@ -218,8 +281,11 @@ class LocalSGD:
         paced = self.sync_every_s is not None
         weighs = paced and self.weight == "steps"
         return LocalRule(
-            *(tx, self.sync_every, paced, weighs, self.inner_state),
+            *(tx, self.sync_every // self.fragments, paced, weighs, self.inner_state),
             row_budget=self.row_budget or 0,
+            fragments=self.fragments,
+            overlap=self.overlap,
+            mix=self.mix,
         )
 
     @property

@@ -150,7 +150,7 @@ def examples_of(strategy: Strategy, dataset: Dataset, request: int | None) -> in
             "LocalSGD deals out the batches of a round together, and this data comes "
             "as it is read; give arrays, or a jg.Source that the workers read"
         )
-    return size * strategy.sync_every
+    return size * strategy.sync_every // strategy.fragments
 
 
 def gradient_dtype_of(strategy: Strategy) -> GradientDtype | None:

@@ -1,0 +1,353 @@
+"""Rounds whose parameters are exchanged in turn, on servers of this process."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jgraph.client.cluster import Cluster
+from jgraph.errors import ConfigError
+from jgraph.plan.program.nodes import (
+    RecvNode,
+    SegmentNode,
+    after_of,
+    inputs_of,
+    outputs_of,
+)
+from jgraph.train.step.fragments import fragment_rows
+from jgraph.train.strategies.local_sgd import LocalSGD
+from jgraph.train.trainer import Trainer
+from tests.support.models import NnxMLP, batches_of, cross_entropy, data, nnx_loss
+from tests.support.servers import connected
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+BATCH, EVERY, UPDATES = 4, 6, 7
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with connected(ps=2, worker=1) as cluster:
+        yield cluster
+
+
+def trainer(cluster: Cluster, tx: Any, **options: Any) -> Trainer:
+    every = options.pop("sync_every", EVERY)
+    strategy = LocalSGD(sync_every=every, step_timeout_s=20, **options)
+    model = NnxMLP(rngs=nnx.Rngs(0))
+    return Trainer(model, nnx_loss, tx, cluster=cluster, strategy=strategy)
+
+
+def fit(there: Trainer, steps: int = UPDATES) -> Any:
+    return there.fit(data(), steps=steps, batch_size=BATCH, progress=False)
+
+
+def parameters(model: Any) -> list[Any]:
+    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def assert_close(found: list[Any], wanted: list[Any]) -> None:
+    for value, due in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(value, due, rtol=1e-5, atol=1e-6)
+
+
+def masks_of(params: Any, fragments: int) -> list[Any]:
+    """Returns which numbers of the parameters are of each fragment."""
+    leaves, tree = jax.tree.flatten(params)
+    sizes = [(x.shape[0], x[0].nbytes) for x in leaves]
+    bounds = fragment_rows(sizes, fragments)
+    masks = []
+    for number in range(fragments):
+        parts = []
+        for leaf, each in zip(leaves, bounds, strict=True):
+            rows = np.arange(leaf.shape[0])
+            mask = (rows >= each[number]) & (rows < each[number + 1])
+            parts.append(mask.reshape(-1, *[1] * (leaf.ndim - 1)))
+        masks.append(jax.tree.unflatten(tree, parts))
+    return masks
+
+
+def mixed(own: Any, read: Any, mix: float) -> Any:
+    return jax.tree.map(lambda a, b: mix * a + (1 - mix) * b, own, read)
+
+
+def where(mask: Any, new: Any, old: Any) -> Any:
+    return jax.tree.map(jnp.where, mask, new, old)
+
+
+def outer_state(new: Any, old: Any, mask: Any, last: bool) -> Any:
+    """Returns the state of the outer optimizer after an update of a fragment."""
+    params: Any = jax.tree.structure(mask)
+
+    def is_params(part: Any) -> bool:
+        tree: Any = jax.tree.structure(part)
+        return bool(tree == params)
+
+    def after(new: Any, old: Any) -> Any:
+        if is_params(new):
+            return where(mask, new, old)
+        return new if last else old
+
+    return jax.tree.map(after, new, old, is_leaf=is_params)
+
+
+def by_hand(
+    tx: Any,
+    outer: Any,
+    fragments: int,
+    overlap: int,
+    mix: float,
+    dealt: Sequence[Sequence[int]] = ((0,), (1,), (2,), (3,), (4,), (5,), (6,)),
+) -> list[Any]:
+    """A loop of one process that does what all do.
+
+    Args:
+      dealt: per update, which batch of pieces each worker has.
+    """
+    graph, theta = nnx.split(NnxMLP(rngs=nnx.Rngs(0)))
+
+    @jax.jit
+    def step(params: Any, opt: Any, x: Any, y: Any) -> Any:
+        loss = lambda params: cross_entropy(nnx.merge(graph, params)(x), y)
+        updates, opt = tx.update(jax.grad(loss)(params), opt, params)
+        return optax.apply_updates(params, updates), opt
+
+    masks, piece = masks_of(theta, fragments), EVERY // fragments
+    x, y = data()
+    stream = batches_of({"x": x, "y": y}, BATCH * piece, 0)
+    batches = [next(stream) for _ in range(1 + max(n for row in dealt for n in row))]
+    workers = len(dealt[0])
+    own, inner = [theta] * workers, [tx.init(theta) for _ in range(workers)]
+    base, state = theta, outer.init(theta)
+
+    for update, numbers in enumerate(dealt):
+        for worker, number in enumerate(numbers):
+            newest = masks[(update - 1) % fragments]
+            for n in range(piece + 1):
+                if n == overlap and update:
+                    mean = mixed(own[worker], theta, mix if overlap else 0.0)
+                    own[worker] = where(newest, mean, own[worker])
+                some = slice(n * BATCH, (n + 1) * BATCH)
+                x, y = batches[number]["x"][some], batches[number]["y"][some]
+                if n < piece:
+                    given = own[worker], inner[worker], x, y
+                    own[worker], inner[worker] = step(*given)
+        if update:
+            base = where(masks[(update - 1) % fragments], theta, base)
+        mask = masks[update % fragments]
+        zeros = jax.tree.map(jnp.zeros_like, theta)
+        ways = [
+            where(mask, jax.tree.map(lambda a, b: a - b, base, each), zeros)
+            for each in own
+        ]
+        way = jax.tree.map(lambda *each: sum(each) / workers, *ways)
+        updates, after = outer.update(way, state, theta)
+        theta = where(mask, optax.apply_updates(theta, updates), theta)
+        state = outer_state(after, state, mask, (update + 1) % fragments == 0)
+    leaves = jax.tree.leaves(nnx.to_pure_dict(theta))
+    return [np.asarray(leaf) for leaf in leaves]
+
+
+@pytest.mark.parametrize(
+    ("fragments", "overlap", "mix"),
+    [(2, 0, 0.5), (3, 1, 0.5), (2, 3, 0.25), (1, 2, 0.5)],
+)
+def test_fragments_are_those_of_a_loop_by_hand(
+    cluster: Cluster, fragments: int, overlap: int, mix: float
+) -> None:
+    tx = optax.adam(1e-2)
+    there = trainer(
+        *(cluster, tx), outer=NESTEROV, fragments=fragments, overlap=overlap, mix=mix
+    )
+    run = fit(there)
+    assert (run.state, run.steps) == ("done", UPDATES)
+    wanted = by_hand(tx, NESTEROV, fragments, overlap, mix)
+    assert_close(parameters(run.model()), wanted)
+    there.close()
+
+
+def test_one_fragment_without_overlap_is_a_round_as_ever(cluster: Cluster) -> None:
+    """Bit by bit; the option has a name, and changes nothing."""
+    found = []
+    options: list[dict[str, Any]] = [{}, {"fragments": 1, "overlap": 0}]
+    for given in options:
+        there = trainer(cluster, optax.adam(1e-2), outer=NESTEROV, **given)
+        found.append(parameters(fit(there).model()))
+        there.close()
+    for value, due in zip(*found, strict=True):
+        np.testing.assert_array_equal(value, due)
+
+
+def test_each_worker_goes_on_with_parameters_of_its_own() -> None:
+    """Who had which batches is not said: one of all ways to deal them fits."""
+    updates, options = 3, (2, 1, 0.5)
+    with connected(ps=1, worker=2) as cluster:
+        names: dict[str, Any] = dict(
+            zip(("fragments", "overlap", "mix"), options, strict=True)
+        )
+        there = trainer(cluster, optax.sgd(0.1), outer=NESTEROV, **names)
+        run = fit(there, updates)
+        assert run.metrics("contributions")["value"].tolist() == [2] * updates
+        found = parameters(run.model())
+        there.close()
+    errors = []
+    for swaps in itertools.product([False, True], repeat=updates - 1):
+        dealt = [
+            (2 * n + swap, 2 * n + 1 - swap) for n, swap in enumerate([False, *swaps])
+        ]
+        due = by_hand(optax.sgd(0.1), NESTEROV, *options, dealt=dealt)
+        pairs = zip(found, due, strict=True)
+        errors.append(max(np.abs(a - b).max() for a, b in pairs))
+    assert min(errors) < 1e-6 < max(errors)
+
+
+def test_a_fit_goes_on_where_the_one_before_was_in_the_round(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Given other values, a worker reads all of them."""
+    tx = optax.adam(1e-2)
+    there = trainer(cluster, tx, outer=NESTEROV, fragments=3, overlap=2)
+    fit(there, 4).save(tmp_path / "four")
+    found = parameters(fit(there, UPDATES - 4).model())
+    assert_close(found, by_hand(tx, NESTEROV, 3, 2, 0.5))
+    other = trainer(cluster, tx, outer=NESTEROV, fragments=3, overlap=2)
+    again = [
+        parameters(fit(each.restore(tmp_path / "four"), UPDATES - 4).model())
+        for each in (there, other)
+    ]
+    assert_close(*again)
+    moved = [np.abs(a - b).max() for a, b in zip(found, again[0], strict=True)]
+    assert max(moved) > 1e-4
+    there.close()
+    other.close()
+
+
+def nodes_of(there: Trainer) -> list[Any]:
+    program = there.plan(data(), BATCH).program
+    part = next(p for p in program.partitions if "worker" in str(p.task))
+    return list(part.nodes)
+
+
+def test_steps_ahead_wait_for_nothing_that_another_task_sends(
+    cluster: Cluster,
+) -> None:
+    there = trainer(cluster, optax.adam(1e-2), fragments=2, overlap=1)
+    nodes = nodes_of(there)
+    maker = {value: n for n, node in enumerate(nodes) for value in outputs_of(node)}
+    waits: dict[int, bool] = {}
+    for n, node in enumerate(nodes):
+        before = [*after_of(node), *(maker[v] for v in inputs_of(node) if v in maker)]
+        waits[n] = isinstance(node, RecvNode) or any(waits[b] for b in before)
+    segments = [n for n, node in enumerate(nodes) if isinstance(node, SegmentNode)]
+    (ahead,) = [n for n in segments if not waits[n] and len(outputs_of(nodes[n])) > 9]
+    made = set(outputs_of(nodes[ahead]))  # all that a step goes on with
+    assert [n for n in segments if waits[n] and made & set(inputs_of(nodes[n]))]
+    assert "mixed in after 1 step" in str(there.plan())
+    there.close()
+
+
+class Wide(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(4, 300, rngs=rngs)
+        self.second = nnx.Linear(300, 400, rngs=rngs)
+        self.last = nnx.Linear(400, 3, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.last(nnx.relu(self.second(nnx.relu(self.first(x)))))
+
+
+def test_bytes_of_an_exchange_fall_by_the_number_of_fragments() -> None:
+    """By the counters of the ps, in both directions: the most of any exchange."""
+
+    def most(cluster: Cluster, fragments: int) -> int:
+        strategy = LocalSGD(sync_every=8, fragments=fragments, step_timeout_s=20)
+        there = Trainer(
+            Wide(nnx.Rngs(0)),
+            nnx_loss,
+            optax.sgd(0.1),
+            cluster=cluster,
+            strategy=strategy,
+        )
+
+        def nbytes(steps: int) -> int:
+            before = ps_bytes(cluster)
+            there.fit(data(), steps=steps, batch_size=BATCH, progress=False)
+            return ps_bytes(cluster) - before
+
+        nbytes(1)
+        # A fit of one update less costs all that is of a fit.
+        each = [nbytes(2) - nbytes(1) for _ in range(fragments)]
+        there.close()
+        return max(each)
+
+    with connected(ps=1, worker=1) as cluster:
+        whole, quarter = most(cluster, 1), most(cluster, 4)
+        model = 4 * sum(x.size for x in jax.tree.leaves(nnx.state(Wide(nnx.Rngs(0)))))
+        assert whole > 1.8 * model
+        assert quarter < 1.2 * whole / 4
+
+
+def ps_bytes(cluster: Cluster) -> int:
+    return sum(
+        peer.bytes_sent
+        + peer.shared_bytes_sent
+        + peer.bytes_received
+        + peer.shared_bytes_received
+        for task in cluster.status().tasks
+        if "ps" in task.task
+        for peer in task.traffic
+        if "worker" in peer.peer
+    )
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 3, 4, 7])
+def test_fragments_are_of_equal_bytes_but_for_a_row(fragments: int) -> None:
+    rng = np.random.default_rng(fragments)
+    sizes = [(int(rng.integers(1, 50)), int(rng.integers(1, 9)) * 4) for _ in range(9)]
+    bounds = fragment_rows(sizes, fragments)
+    assert [each[-1] for each in bounds] == [rows for rows, _ in sizes]
+    assert all(list(each) == sorted(each) and each[0] == 0 for each in bounds)
+    total = sum(rows * nbytes for rows, nbytes in sizes)
+    for number in range(fragments):
+        nbytes = sum(
+            (each[number + 1] - each[number]) * size
+            for each, (_, size) in zip(bounds, sizes, strict=True)
+        )
+        assert abs(nbytes - total / fragments) <= 36
+
+
+@pytest.mark.bad_input_row(29)
+def test_fragments_that_cannot_be_are_refused_in_words(cluster: Cluster) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"fragments": 0}, "fragments is 0; give a whole number, 1 or more"),
+        ({"fragments": 2.5}, "fragments is 2"),
+        ({"overlap": -1}, "overlap is -1; give a whole number, 0 or more"),
+        ({"fragments": 2, "mix": 1.5}, "mix is 1"),
+        ({"fragments": 4}, "no multiple of fragments=4, and .* write sync_every=8"),
+        ({"fragments": 3, "overlap": 3}, "more than the 2 steps .* write overlap=2"),
+        ({"fragments": 2, "inner_state": "reset"}, "not go with inner_state='reset'"),
+        ({"fragments": 2, "dense": "workers"}, "does not go with dense"),
+        ({"fragments": 2, "gradient_dtype": "int8"}, "not go with gradient_dtype"),
+        ({"overlap": 1, "sync_every_s": 1.0}, "does not go with sync_every_s"),
+        ({"overlap": 1, "max_staleness": 1}, "does not go with max_staleness"),
+    ]
+    for options, words in cases:
+        with pytest.raises(ConfigError, match=words):
+            LocalSGD(sync_every=EVERY, **options)
+    there = trainer(cluster, optax.sgd(0.1), fragments=500, sync_every=500)
+    words = r"fragments=500, and the parameters of this model can be cut into \d+ betw"
+    with pytest.raises(ConfigError, match=words):
+        fit(there)
+    factored = optax.adafactor(0.1, min_dim_size_to_factor=2)
+    there = trainer(cluster, optax.sgd(0.1), fragments=2, outer=factored)
+    with pytest.raises(ConfigError, match=r"outer= keeps .* cuts between rows"):
+        fit(there)
