@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -16,7 +15,7 @@ from jgraph.cluster.loop_messages import report_in
 from jgraph.coordination.sync.rounds import RoundRecord
 from jgraph.coordination.watch.alarms import Alarm
 from jgraph.coordination.watch.board import Board
-from jgraph.coordination.watch.facts import Fact, clean
+from jgraph.coordination.watch.facts import Fact, clean, fields_of
 from jgraph.errors import JGError
 from jgraph.graph.device import TaskName
 from jgraph.plan.program.nodes import ValueType
@@ -48,7 +47,7 @@ def runs_fact(runs: Iterable[RunInfo], now: float) -> Fact:
     """Returns how the runs stand."""
     rows = {}
     for run in runs:
-        row = asdict(run)
+        row = fields_of(run)
         del row["metrics"], row["name"]  # it is told under this name
         rows[run.name] = row
     return _fact("runs", now, runs=rows)
@@ -119,7 +118,7 @@ def variables_fact(variables: Iterable[Any], now: float) -> Fact:
 
 def events_fact(events: Iterable[Event], now: float) -> Fact:
     """Returns what became of tasks and runs."""
-    return _fact("events", now, events=[asdict(event) for event in events])
+    return _fact("events", now, events=[fields_of(event) for event in events])
 
 
 def silent_fact(error: JGError, now: float) -> Fact:
@@ -159,16 +158,17 @@ def alarms_of(cluster: Connection, seconds: float) -> list[Alarm]:
 
 
 def _task(status: TaskStatus) -> dict[str, Any]:
-    fields = asdict(status)
-    fields["steps"] = fields["steps"][:_STEPS]
+    facts = fields_of(status)
+    facts["steps"] = facts["steps"][:_STEPS]
     # By name: what is the same in two looks need not be told twice.
     for many, name in (("traffic", "peer"), ("calls", "method"), ("gates", "gate")):
-        fields[many] = {row.pop(name): row for row in fields[many]}
-    tables = fields["hash_tables"]
+        rows = map(fields_of, facts[many])
+        facts[many] = {row.pop(name): row for row in rows}
+    tables = list(map(fields_of, facts["hash_tables"]))
     for row in tables:
         row["name"] = " ".join(filter(None, (row.pop("container"), row["name"])))
-    fields["hash_tables"] = {row.pop("name"): row for row in tables}
-    return fields
+    facts["hash_tables"] = {row.pop("name"): row for row in tables}
+    return facts
 
 
 def _fact(kind: str, now: float, **what: Any) -> Fact:

@@ -18,6 +18,7 @@ A fact is an object with ``time``, in seconds since 1970, and ``kind``:
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any, Final, TypeAlias
 
 Fact: TypeAlias = Mapping[str, Any]
@@ -52,6 +53,8 @@ def checked(value: Any) -> Fact | None:
 def clean(value: Any, depth: int = _DEPTH) -> Any:
     """Returns plain JSON of bounded size: finite numbers or None, texts that are cut.
 
+    Dataclasses are objects of their fields.
+
     Example:
       >>> clean({"a": [1, float("inf"), "x" + chr(27)], 5: object()})
       {'a': [1, None, 'x�'], '5': None}
@@ -67,7 +70,20 @@ def clean(value: Any, depth: int = _DEPTH) -> Any:
         return {_text(str(key)): clean(inner, depth - 1) for key, inner in some}
     if depth and isinstance(value, list | tuple):
         return [clean(inner, depth - 1) for inner in value[:_ENTRIES]]
+    if depth and is_dataclass(value):
+        return clean(fields_of(value), depth)
     return None
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass as they are, by name.
+
+    Example:
+      >>> from jgraph.coordination.watch.alarms import Alarm
+      >>> fields_of(Alarm("silent", "warning", 5.0, "no answer", "jgraph top"))["since"]
+      5.0
+    """
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def _text(value: str) -> str:
