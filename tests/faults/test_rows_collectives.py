@@ -65,7 +65,7 @@ def test_steps_go_on_with_other_children_and_no_batch_comes_twice(
     """What was contributed is still there, so that no step is done again."""
     fault.is_noticed = False
     cluster = fault.cluster(ps=0, workers=WORKERS)
-    there = trainer(cluster, SyncPS(dense="xla", step_timeout_s=20))
+    there = trainer(cluster, SyncPS(dense="xla"))
     run = there.fit(
         IDS,
         steps=150,

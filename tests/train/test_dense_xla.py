@@ -140,6 +140,34 @@ def test_model_state_is_averaged_and_the_next_fit_has_children_of_its_own(
     other.close()
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (jg.LocalSGD, {"sync_every": 2}),
+        (jg.LocalSGD, {"sync_every": 2, "inner_state": "average"}),
+        (SyncPS, {"batch_share": "measured"}),
+    ],
+    ids=["apart", "and averages of the inner state", "shares of a batch"],
+)
+def test_weighted_contributions_are_summed_likewise(
+    cluster: Cluster, strategy: Any, options: Any
+) -> None:
+    wanted = trained(cluster, strategy(dense="workers", **options))
+    assert_close(trained(cluster, strategy(dense="xla", **options)), wanted)
+
+
+@pytest.mark.nightly
+def test_another_client_attaches_to_a_run_whose_children_sum(cluster: Cluster) -> None:
+    there = trainer(cluster, SyncPS(dense="xla"))
+    there.fit(data(), steps=STEPS, batch_size=BATCH, progress=False, detached=True)
+    found = trainer(cluster, SyncPS(dense="xla"))
+    found.attach(cluster.runs()[-1].name).wait(60)
+    assert_close(found.current_values(), there.current_values(), atol=0)
+    there.close()
+    found.close()
+
+
 @pytest.mark.row(52)
 def test_children_that_never_begin_leave_the_sums_to_messages(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
