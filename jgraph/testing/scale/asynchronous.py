@@ -13,9 +13,8 @@ from jgraph.testing.scale.cluster import (
     PsGroup,
     SimulatedCluster,
     SimulatedWorker,
-    Work,
 )
-from jgraph.testing.scale.queues import OwnHost
+from jgraph.testing.scale.queues import MessageCost, OwnHost
 
 
 @final
@@ -140,9 +139,9 @@ class AsynchronousRun:
 
     def _let_in(self, group: PsGroup, step: Step) -> None:
         worker, costs = self._workers[step[0]], self._costs
-        seconds = costs.push_s / 2 + group.share.read * costs.push_byte_s
+        cost = MessageCost(costs.push_s / 2, costs.push_byte_s)
         computed = partial(self._computed, worker, step)
-        self._cluster.send_values(group, worker, seconds, computed)
+        self._cluster.send_values(group, worker, cost, computed)
 
     def _computed(self, worker: SimulatedWorker, step: Step) -> None:
         worker.done += 1
@@ -150,11 +149,10 @@ class AsynchronousRun:
         worker.is_idle = True
         # The next step's start travels with this one's values.
         following = self._begin(worker) if worker.ready else None
-        costs, came = self._costs, dict[PsGroup, Work]()
-        for group in self._cluster.groups:
-            seconds = costs.push_s / 2 + group.share.written * costs.push_byte_s
-            came[group] = seconds, partial(self._came, group, step, following)
-        self._cluster.push(worker, came)
+        cost = MessageCost(self._costs.push_s / 2, self._costs.push_byte_s)
+        groups = self._cluster.groups
+        came = {group: partial(self._came, group, step, following) for group in groups}
+        self._cluster.push(worker, cost, came)
         self._ask(worker)
 
     def _came(self, group: PsGroup, step: Step, following: Step | None) -> None:

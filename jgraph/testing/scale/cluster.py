@@ -9,7 +9,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias, final
+from typing import Final, final
 
 from jgraph.coordination.data.stock import Stock
 from jgraph.graph.device import is_ps
@@ -18,11 +18,19 @@ from jgraph.plan.placement.spread import assign_largest_first
 from jgraph.plan.traffic import StepTraffic
 from jgraph.testing.scale.computing import Computing
 from jgraph.testing.scale.costs import Costs
-from jgraph.testing.scale.queues import Act, OwnHost, Pipe, Processor, SharedHost
+from jgraph.testing.scale.queues import (
+    Act,
+    Flow,
+    MessageCost,
+    OwnHost,
+    Pipe,
+    Processor,
+    SharedHost,
+)
 from jgraph.testing.virtual_time import Simulation
 
-Work: TypeAlias = tuple[float, Act]
-"""How long a task works, and what it then does."""
+_PART_BYTES: Final = 32_000_000
+_MOST_PARTS: Final = 8
 
 
 @final
@@ -205,18 +213,15 @@ class SimulatedCluster:
     # ------------------------------------------------------------ steps of workers
 
     def send_values(
-        self, group: PsGroup, worker: SimulatedWorker, cost_s: float, then: Act
+        self, group: PsGroup, worker: SimulatedWorker, cost: MessageCost, then: Act
     ) -> None:
         """Lets a ps send what a step reads; ``then`` when the last of all ps has."""
-        arrived = partial(self._values_came, group, worker, then)
-        leave = partial(group.out.send, group.share.read, arrived)
-        group.processor.run(cost_s, leave)
-
-    def _values_came(self, group: PsGroup, worker: SimulatedWorker, then: Act) -> None:
-        costs = self.costs
-        each = costs.worker_ps_s / 2 + group.share.read * costs.worker_byte_s
+        costs, nbytes = self.costs, group.share.read
         here = partial(self._group_came, worker, then)
-        self.post(worker.processor, group.weight * each, here)
+        each = group.weight * costs.worker_byte_s
+        hears = MessageCost(group.weight * costs.worker_ps_s / 2, each)
+        flow = self._flow(group, group.out, group.processor, worker.processor)
+        flow.begin(nbytes, cost, hears, here)
 
     def _group_came(self, worker: SimulatedWorker, then: Act) -> None:
         worker.missing -= 1
@@ -225,17 +230,25 @@ class SimulatedCluster:
             computed = partial(self.sim.later, seconds, then)
             worker.processor.run(self.costs.worker_step_s / 2, computed)
 
-    def push(self, worker: SimulatedWorker, came: dict[PsGroup, Work]) -> None:
-        """Sends what a step computed; each ps then works so long, and acts."""
+    def push(
+        self, worker: SimulatedWorker, cost: MessageCost, came: dict[PsGroup, Act]
+    ) -> None:
+        """Sends what a step computed; each ps takes it at this cost, and acts."""
         costs = self.costs
-        seconds = costs.worker_step_s / 2 + self.written * costs.worker_byte_s
-        seconds += self.ps * costs.worker_ps_s / 2
-        worker.processor.run(seconds, partial(self._pushed, came))
+        worker.processor.run(costs.worker_step_s / 2, lambda: None)
+        for group, act in came.items():
+            each = group.weight * costs.worker_byte_s
+            says = MessageCost(group.weight * costs.worker_ps_s / 2, each)
+            flow = self._flow(group, group.into, worker.processor, group.processor)
+            flow.begin(group.share.written, says, cost, act)
 
-    def _pushed(self, came: dict[PsGroup, Work]) -> None:
-        for group, (seconds, act) in came.items():
-            arrived = partial(self.post, group.processor, seconds, act)
-            group.into.send(group.share.written, arrived)
+    def _flow(
+        self, group: PsGroup, pipe: Pipe, sender: Processor, receiver: Processor
+    ) -> Flow:
+        """Returns a message of a step to or from a group, in parts if it is large."""
+        nbytes = group.weight * max(group.share.read, group.share.written)
+        parts = min(_MOST_PARTS, 1 + nbytes // _PART_BYTES)
+        return Flow(pipe, sender, receiver, parts, self.costs.link.latency_s)
 
     # ------------------------------------------------------------ sums
 

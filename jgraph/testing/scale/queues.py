@@ -5,6 +5,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias, final
 
@@ -165,6 +166,10 @@ class Pipe:
         heapq.heappush(self._flows, flow)
         self._plan()
 
+    def later(self, seconds: float, then: Act) -> None:
+        """Calls ``then`` after a while."""
+        self._sim.later(seconds, then)
+
     def _speed(self) -> float:
         return min(self._most, self._rate / len(self._flows))
 
@@ -196,3 +201,95 @@ class Pipe:
             self.arrived += nbytes
             then()
         self._plan()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MessageCost:
+    """What a message costs one of its sides: so much, and so much for each byte."""
+
+    fixed_s: float
+    byte_s: float
+
+
+@final
+class Flow:
+    """The bytes of one message on their way: sender, network, receiver.
+
+    A socket takes bytes as the network has room, and gives them as they come. So of a
+    large message, in parts, one part costs its sender CPU while the one before is on
+    the network and that before costs its receiver.
+
+    Args:
+      pipe: the network.
+      sender: who sends.
+      receiver: who gets it.
+      parts: how many; a part enters the network after the one before has left it.
+
+    Example:
+      >>> sim = Simulation(0)
+      >>> pipe = Pipe(sim, bytes_per_s=10.0, most=10.0)
+      >>> flow = Flow(pipe, OwnHost(sim), OwnHost(sim), parts=2)
+      >>> each = MessageCost(0.0, 0.1)  # as fast as the network
+      >>> flow.begin(10, each, each, partial(sim.note, "there"))
+      >>> sim.run()
+      >>> sim.trace
+      ['2.000000 there']
+    """
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        sender: Processor,
+        receiver: Processor,
+        parts: int = 1,
+        latency_s: float = 0.0,
+    ) -> None:
+        self._pipe, self._sender, self._receiver = pipe, sender, receiver
+        self._parts, self._latency_s = parts, latency_s
+        self._ready = self._arrived = 0
+        self._is_sending = False
+
+    def begin(
+        self, nbytes: float, says: MessageCost, hears: MessageCost, then: Act
+    ) -> None:
+        """Sends a message; ``then`` when its receiver has taken all of it.
+
+        Args:
+          nbytes: of it.
+          says: what it costs the sender.
+          hears: what it costs the receiver.
+          then: called once.
+        """
+        self._part = nbytes / self._parts
+        self._hears, self._then = hears, then
+        seconds = self._part * says.byte_s
+        self._sender.run(says.fixed_s + seconds, self._is_ready)
+        for _ in range(self._parts - 1):
+            self._sender.run(seconds, self._is_ready)
+
+    def _is_ready(self) -> None:
+        self._ready += 1
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._ready and not self._is_sending:
+            self._ready -= 1
+            self._is_sending = True
+            self._pipe.send(self._part, self._came)
+
+    def _came(self) -> None:
+        self._is_sending = False
+        self._arrived += 1
+        seconds = self._part * self._hears.byte_s
+        is_last = self._arrived == self._parts
+        if is_last:
+            seconds += self._hears.fixed_s
+        then = self._then if is_last else _nothing
+        take = partial(self._receiver.run, seconds, then)
+        self._pipe.later(self._latency_s, take)
+        self._go_on()
+
+
+def _nothing() -> None:
+    """What follows a part that is not the last."""

@@ -15,9 +15,8 @@ from jgraph.testing.scale.cluster import (
     PsGroup,
     SimulatedCluster,
     SimulatedWorker,
-    Work,
 )
-from jgraph.testing.scale.queues import Act
+from jgraph.testing.scale.queues import Act, MessageCost
 
 _ASK_AGAIN_S: Final = 0.05
 
@@ -113,10 +112,9 @@ class SynchronousRun:
 
     def _let_in(self, group: PsGroup, step: aggregation.Step) -> None:
         worker, costs = self._workers[step[0]], self._costs
-        seconds = costs.contribution_s / 2
-        seconds += group.share.read * costs.contribution_byte_s
+        cost = MessageCost(costs.contribution_s / 2, costs.contribution_byte_s)
         computed = partial(self._computed, worker, step)
-        self._cluster.send_values(group, worker, seconds, computed)
+        self._cluster.send_values(group, worker, cost, computed)
 
     def _computed(self, worker: SimulatedWorker, step: aggregation.Step) -> None:
         worker.done += 1
@@ -129,12 +127,11 @@ class SynchronousRun:
             events.append(sync_gate.StepAsked(self._begin(worker)))
         else:
             self._ask(worker)
-        costs, came = self._costs, dict[PsGroup, Work]()
-        for group in self._cluster.groups:
-            seconds = costs.contribution_s / 2
-            seconds += group.share.written * costs.contribution_byte_s
-            came[group] = seconds, partial(self._gate, group, *events)
-        self._cluster.push(worker, came)
+        costs = self._costs
+        cost = MessageCost(costs.contribution_s / 2, costs.contribution_byte_s)
+        groups = self._cluster.groups
+        came = {group: partial(self._gate, group, *events) for group in groups}
+        self._cluster.push(worker, cost, came)
 
     # ------------------------------------------------------------ gates
 
