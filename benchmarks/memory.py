@@ -146,13 +146,16 @@ class Peaks:
         self._cluster = cluster
         self._task = task
         self._durability = durability
+        self._state = 0.0
         measure.forget_peak(cluster.pid(task))
 
     def end(self, phase: str) -> None:
         """Ends a phase."""
         pid = self._cluster.pid(self._task)
         status = next(t for t in self._cluster.status().tasks if t.task == self._task)
-        state, peak = status.variable_bytes / 1e6, measure.peak_mb(pid)
+        # A copy that began after a loss goes with the run; it was as large.
+        self._state = max(self._state, status.variable_bytes / 1e6)
+        state, peak = self._state, measure.peak_mb(pid)
         measure.emit(
             "memory",
             phase=phase,

@@ -1,6 +1,7 @@
 """Process setup of a dedicated server: allocator, JAX dispatch, compiler warm-up."""
 
 import ctypes
+import gc
 import logging
 import os
 import threading
@@ -65,7 +66,11 @@ def give_back_memory() -> None:
     block of their size, would be kept for ever where nothing of that size follows.
     Where memory is not kept no such block is: a program with a server of its own would
     have all of its memory looked through for nothing.
+
+    JAX lets go of NumPy's memory that it took without a copy, as of a variable that was
+    filled by rows, when Python collects garbage, however little of it.
     """
+    gc.collect(0)
     if _KEPT.is_set():
         ctypes.CDLL(None).malloc_trim(0)
 

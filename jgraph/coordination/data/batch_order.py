@@ -1,5 +1,6 @@
 """Batch order: all batches of a plan in one endless sequence, epoch after epoch."""
 
+import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
@@ -64,18 +65,18 @@ class BatchOrder:
     def leases(self, places: Iterable[int]) -> list[Lease]:
         """Returns batches as leases, neighbours in one slot as one."""
         leases: list[Lease] = []
-        first = following = ends = -1  # of the lease that grows, and of its slot
+        at, first = (0, 0, 0), -1  # of the lease that grows
+        following = ends = -1
         for place in places:
             if place == following < ends:
                 following += 1
                 continue
             if first >= 0:
-                leases.append(Lease(*self._at(first), following - first))
-            _, slot, index = self._at(place)
-            first, following = place, place + 1
-            ends = place - index + self.plan.span(slot).batches
+                leases.append(Lease(*at, following - first))
+            at, first, following = self._at(place), place, place + 1
+            ends = place - at[2] + self.plan.span(at[1]).batches
         if first >= 0:
-            leases.append(Lease(*self._at(first), following - first))
+            leases.append(Lease(*at, following - first))
         return leases
 
     # ------------------------------------------------------------ positions
@@ -87,9 +88,11 @@ class BatchOrder:
           end: place of the first batch that was never dealt.
           unfinished: places before it, ascending, that are not done.
         """
-        open_ = list(unfinished)
-        while open_ and open_[-1] == end - 1:
-            end = open_.pop()
+        # What is dealt at the end and not done, most often all, is found by halves.
+        last = end - len(unfinished)
+        gaps = range(len(unfinished))
+        kept = bisect.bisect_left(gaps, last, key=lambda n: unfinished[n] - n)
+        open_, end = unfinished[:kept], last + kept
         lease = self.batch(end)
         return {
             "plan": self.plan.to_dict(),

@@ -192,7 +192,10 @@ class SyncData:
 
     def counted(self, *numbers: int) -> Places:
         """The batches of these steps are part of an update; returns their places."""
-        places = tuple(p for number in numbers for p in self._let_go(number)[1])
+        holder, held, counted = self._holder.pop, self._held, list[int]()
+        for number in numbers:
+            counted += held[holder(number)].pop(number)
+        places = tuple(counted)
         if self._late_with:
             for place in places:
                 self._late_with.pop(place, None)

@@ -167,10 +167,10 @@ class SynchronousRun:
         ]
         is_leader = group is self._cluster.leader
         frames = 0 if is_leader else group.weight
-        own = len(news.steps) if is_leader else 0
         self.frames += frames
         decision = partial(self._decide, *events)
-        self._at_leader(frames, own, decision, ids=frames * len(news.steps))
+        # What those of the first ps itself cost there is in the cost of a contribution.
+        self._at_leader(frames, 0, decision, ids=frames * len(news.steps))
 
     def _apply(self, group: PsGroup) -> None:
         costs = self._costs

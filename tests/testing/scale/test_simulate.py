@@ -39,7 +39,6 @@ def test_a_step_of_one_worker_takes_the_sum_of_its_costs(mode: Any) -> None:
         + 2 * nbytes * c.contribution_byte_s
         + c.update_s
         + nbytes * c.update_byte_s
-        + c.arbiter_event_s  # of its contribution
         + c.gate_event_s
         + c.step_id_s,
     }
