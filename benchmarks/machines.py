@@ -5,18 +5,24 @@ one ask of each worker, alone in this process. Prints one JSON line per machine 
 number of workers: the least CPU time of the rounds, in microseconds per event, and the
 ratio to that with the fewest workers. What the caches of a processor make slower counts
 too, so twice the growth of n log n is let through.
+
+A last line has the milliseconds of an update of the first ps of 16, which has all of
+them: its arbiter, its gate, and the data that they deal. Python's collector is off
+meanwhile, as what it would look at is the benchmark's own.
 """
 
+import gc
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
+from functools import partial
+from typing import Any, Final, final
 
 from benchmarks import measure
 from jgraph.coordination.data.dispatch import Asked, Dispatch
 from jgraph.coordination.data.slots import Part, SlotPlan
-from jgraph.coordination.data.sync_data import SyncData
+from jgraph.coordination.data.sync_data import ROUNDS, SyncData
 from jgraph.coordination.sync import sync_gate
 from jgraph.coordination.sync.aggregation import (
     Applied,
@@ -28,29 +34,115 @@ from jgraph.coordination.sync.aggregation import (
 from jgraph.coordination.sync.sync_gate import SyncGate
 from jgraph.graph.ir import TaskName
 
+PS: Final = 16
+"""Of the update whose milliseconds are printed."""
 BATCHES: Final = 16
 """Batches that a worker asks ``Dispatch`` for at once."""
 
 
-def arbiter(workers: int, rounds: int) -> Iterator[int]:
-    """Updates of one ps; yields the events of each."""
-    ps = TaskName("/job:ps/task:0")
-    tasks = {f"w{i}": TaskName(f"/job:worker/task:{i}") for i in range(workers)}
-    plan = SlotPlan([Part("data", 2 * rounds * workers)], batch_size=1, seed=0)
-    data = SyncData(plan, tasks)
-    machine = Arbiter([ps], tasks, data, wanted=workers, version=0, steps=2 * rounds)
-    for version in range(rounds):
-        slots = []
+@final
+class Update:
+    """The machines of the first ps, while every update needs all workers.
+
+    Args:
+      workers: how many.
+      ps: how many tell of contributions.
+      updates: how many can be made.
+    """
+
+    def __init__(self, workers: int, ps: int, updates: int) -> None:
+        self._shards = [TaskName(f"/job:ps/task:{i}") for i in range(ps)]
+        tasks = {f"w{i}": TaskName(f"/job:worker/task:{i}") for i in range(workers)}
+        batches = 2 * (updates + ROUNDS) * workers
+        self._plan = SlotPlan([Part("data", batches)], batch_size=1, seed=0)
+        data = SyncData(self._plan, tasks, rounds=ROUNDS)
+        options: Any = {"wanted": workers, "version": 0, "steps": updates}
+        self._arbiter = Arbiter(self._shards, tasks, data, **options)
+        self._gate = SyncGate(version=0)
+        self._slots: dict[str, list[int]] = {name: [] for name in tasks}
+        self._version = 0
         for name in tasks:
-            (answer,) = machine.handle(DataAsked(name, 1, idle=True))
+            self._gate.handle(sync_gate.StepAsked((name, 0)))
+
+    def deal(self) -> None:
+        """Deals the batches of ``ROUNDS`` updates to all."""
+        for name, slots in self._slots.items():
+            (answer,) = self._arbiter.handle(DataAsked(name, 1, idle=True))
             assert isinstance(answer, DealData)
             assert answer.leases
-            (batch,) = answer.leases[0].each()
-            slots.append(plan.number(*batch))
-        steps = tuple((name, version) for name in tasks)
-        machine.handle(Contributed(ps, steps, version, tuple(slots)))
-        machine.handle(Applied())
-        yield 2 * workers + 1
+            number = self._plan.number
+            slots += [number(*b) for lease in answer.leases for b in lease.each()]
+
+    def contributed(self) -> Sequence[Contributed]:
+        """Returns what the ps tell of an update: each has names of its own."""
+        version, slots = self._version, [s[self._version] for s in self._slots.values()]
+        return [
+            Contributed(
+                shard,
+                tuple((name, version) for name in self._slots),
+                version,
+                tuple(slots),
+            )
+            for shard in self._shards
+        ]
+
+    def decide(self, contributed: Sequence[Contributed]) -> None:
+        """Decides an update, which is then applied."""
+        for event in contributed:
+            self._arbiter.handle(event)
+        self._arbiter.handle(Applied())
+        self._version += 1
+
+    def came(self) -> list[sync_gate.Event]:
+        """Returns what a gate is told of an update: the last of it is decided."""
+        version = self._version
+        events: list[sync_gate.Event] = []
+        for name, slots in self._slots.items():
+            events.append(sync_gate.ContributionCame((name, version), slots[version]))
+            events.append(sync_gate.StepEnded((name, version)))
+            events.append(sync_gate.StepAsked((name, version + 1)))
+        steps = tuple((name, version) for name in self._slots)
+        return [*events, sync_gate.Decided(steps), sync_gate.UpdateApplied()]
+
+    def let_in(self, events: Sequence[sync_gate.Event]) -> None:
+        """Lets the gate take them."""
+        for event in events:
+            self._gate.handle(event)
+
+
+def update_ms(workers: int, ps: int, updates: int = 8) -> dict[str, float]:
+    """Returns the milliseconds of CPU of an update, by machine: the least of some."""
+    found: dict[str, float] = {}
+    gc.disable()
+    try:
+        update = Update(workers, ps, updates)
+        found["data"] = measured_ms(update.deal) / ROUNDS
+        for _ in range(updates):
+            let_in = partial(update.let_in, update.came())
+            decide = partial(update.decide, update.contributed())
+            for name, act in (("gate", let_in), ("arbiter", decide)):
+                found[name] = min(measured_ms(act), found.get(name, math.inf))
+    finally:
+        gc.enable()
+    return {name: round(ms, 1) for name, ms in found.items()}
+
+
+def measured_ms(act: Callable[[], None]) -> float:
+    """Returns the milliseconds of CPU that something takes."""
+    before = time.process_time()
+    act()
+    return 1e3 * (time.process_time() - before)
+
+
+def arbiter(workers: int, rounds: int) -> Iterator[int]:
+    """Updates of one ps; yields the events of each."""
+    update = Update(workers, 1, rounds)
+    for version in range(rounds):
+        asks = workers if version % ROUNDS == 0 else 0
+        if asks:
+            update.deal()
+        update.decide(update.contributed())
+        yield asks + workers + 1
 
 
 def gate(workers: int, rounds: int) -> Iterator[int]:
@@ -61,10 +153,11 @@ def gate(workers: int, rounds: int) -> Iterator[int]:
             step = (str(name), version)
             machine.handle(sync_gate.StepAsked(step))
             machine.handle(sync_gate.ContributionCame(step, name))
+            machine.handle(sync_gate.StepEnded(step))
             machine.handle(sync_gate.StepAsked((str(name), -version - 1)))
         machine.handle(sync_gate.Decided(()))
         machine.handle(sync_gate.UpdateApplied())
-        yield 3 * workers + 2
+        yield 4 * workers + 2
 
 
 def dispatch(workers: int, rounds: int) -> Iterator[int]:
@@ -115,6 +208,9 @@ def main(args: Sequence[str] | None = None) -> None:
                 us_per_event=round(cost, 2),
                 ratio=round(ratio, 2),
             )
+    update = update_ms(counts[-1], PS)
+    total = round(sum(update.values()), 1)
+    measure.emit("machines", workers=counts[-1], ps=PS, ms=total, **update)
     if grown:
         sys.exit(f"an event costs more with more workers: {'; '.join(grown)}")
 

@@ -493,12 +493,18 @@ class Arbiter:
         earlier = self._news.get(event.shard)
         if earlier is None:
             return []  # it keeps no contributions of this run
-        earlier.update(dict.fromkeys(event.steps, event.version))
+        news = dict.fromkeys(event.steps, event.version)
+        if earlier:
+            earlier.update(news)
+        else:
+            self._news[event.shard] = news
+        if not all(self._news.values()):
+            return []  # most often: there is a ps that has told nothing yet
         there = set(event.steps)
         for news in sorted(self._news.values(), key=len):
             there = there.intersection(news)
             if not there:
-                return []  # most often found at once: a ps that has told nothing yet
+                return []
         whole = [
             (s, n) for s, n in zip(event.steps, event.slots, strict=True) if s in there
         ]
