@@ -489,22 +489,27 @@ class Arbiter:
         said = [] if self._sums is None else self._sums.lost(replica)
         return [*self._of_sum(said), *self._go_on()]
 
-    def _take(self, event: Contributed) -> list[Instruction]:
+    def _told_by_all(self, event: Contributed) -> set[Step]:
+        """Takes note of what a ps tells; returns of it what all have told of now."""
         earlier = self._news.get(event.shard)
         if earlier is None:
-            return []  # it keeps no contributions of this run
+            return set()  # it keeps no contributions of this run
         news = dict.fromkeys(event.steps, event.version)
         if earlier:
             earlier.update(news)
         else:
             self._news[event.shard] = news
         if not all(self._news.values()):
-            return []  # most often: there is a ps that has told nothing yet
+            return set()  # most often: there is a ps that has told nothing yet
         there = set(event.steps)
         for news in sorted(self._news.values(), key=len):
             there = there.intersection(news)
-            if not there:
-                return []
+        return there
+
+    def _take(self, event: Contributed) -> list[Instruction]:
+        there = self._told_by_all(event)
+        if not there:
+            return []
         whole = [
             (s, n) for s, n in zip(event.steps, event.slots, strict=True) if s in there
         ]

@@ -43,7 +43,7 @@ def test_a_step_of_one_worker_takes_the_sum_of_its_costs(mode: Any) -> None:
         + c.step_id_s,
     }
     expected = 0.5 + worker + ps[mode] + 2 * nbytes / 1e9
-    assert found.step_s["p50"] == pytest.approx(expected, rel=1e-3)
+    assert found.step_s["p50"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("ps", [1, 4])
