@@ -6,7 +6,7 @@ group of them is simulated once: a message to a group stands for one to each.
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, final
@@ -231,7 +231,7 @@ class SimulatedCluster:
             worker.processor.run(self.costs.worker_step_s / 2, computed)
 
     def push(
-        self, worker: SimulatedWorker, cost: MessageCost, came: dict[PsGroup, Act]
+        self, worker: SimulatedWorker, cost: MessageCost, came: Mapping[PsGroup, Act]
     ) -> None:
         """Sends what a step computed; each ps takes it at this cost, and acts."""
         costs = self.costs
