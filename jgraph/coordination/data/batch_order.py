@@ -91,8 +91,8 @@ class BatchOrder:
         # What is dealt at the end and not done, most often all, is found by halves.
         last = end - len(unfinished)
         gaps = range(len(unfinished))
-        kept = bisect.bisect_left(gaps, last, key=lambda n: unfinished[n] - n)
-        open_, end = unfinished[:kept], last + kept
+        count = bisect.bisect_left(gaps, last, key=lambda n: unfinished[n] - n)
+        open_, end = unfinished[:count], last + count
         lease = self.batch(end)
         return {
             "plan": self.plan.to_dict(),

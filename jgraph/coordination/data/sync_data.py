@@ -192,10 +192,10 @@ class SyncData:
 
     def counted(self, *numbers: int) -> Places:
         """The batches of these steps are part of an update; returns their places."""
-        holder, held, counted = self._holder.pop, self._held, list[int]()
+        let_go, held, every = self._holder.pop, self._held, list[int]()
         for number in numbers:
-            counted += held[holder(number)].pop(number)
-        places = tuple(counted)
+            every += held[let_go(number)].pop(number)
+        places = tuple(every)
         if self._late_with:
             for place in places:
                 self._late_with.pop(place, None)

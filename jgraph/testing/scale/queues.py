@@ -195,8 +195,12 @@ class Pipe:
             return
         self._looks_at = float("inf")
         self._advance()
-        # What is left after rounding is far less than a byte.
-        while self._flows and self._flows[0][0] <= self._moved + 1e-3:
+        if not self._flows:
+            return
+        # What is left after rounding: far less than a byte, or what no time is left for.
+        moment = max(math.ulp(self._sim.now), math.ulp(self._moved) / self._speed())
+        near = self._moved + max(1e-3, 4 * self._speed() * moment)
+        while self._flows and self._flows[0][0] <= near:
             _, _, nbytes, then = heapq.heappop(self._flows)
             self.arrived += nbytes
             then()

@@ -77,3 +77,17 @@ def test_a_flow_alone_goes_as_fast_as_its_other_end_and_many_as_the_network() ->
         pipe.send(8.0, partial(sim.note, f"{name}"))
     sim.run()
     assert sim.now == pytest.approx(2.0 + 40 / 10)
+
+
+@pytest.mark.parametrize("rate", [1e9, 1e14])
+def test_bytes_arrive_however_late_it_is_and_however_fast_the_network(
+    rate: float,
+) -> None:
+    """Less is left then than moves in the shortest time that there is."""
+    sim = Simulation(0)
+    pipe = Pipe(sim, bytes_per_s=rate, most=rate)
+    for number in range(20):
+        sim.at(1e6 + number / 7, partial(pipe.send, 95e6 / 3, lambda: None))
+    events = iter(range(1_000))
+    sim.run(is_over=lambda: next(events, None) is None)
+    assert pipe.arrived == pipe.sent == pytest.approx(20 * 95e6 / 3)
