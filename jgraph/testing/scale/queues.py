@@ -197,7 +197,7 @@ class Pipe:
         self._advance()
         if not self._flows:
             return
-        # What is left after rounding: far less than a byte, or what no time is left for.
+        # What rounding leaves: far less than a byte, or what there is no moment for.
         moment = max(math.ulp(self._sim.now), math.ulp(self._moved) / self._speed())
         near = self._moved + max(1e-3, 4 * self._speed() * moment)
         while self._flows and self._flows[0][0] <= near:
