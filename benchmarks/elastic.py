@@ -7,12 +7,13 @@ A model of 3 MB with SGD trains on real processes. One JSON line each:
 - ``leaves``: how long ``scale`` takes to let a worker leave, and the batches that were
   done again for that.
 - ``moves``: 2 to 3 to 2 parameter servers, while a table of ``--mb`` with its optimizer
-  state trains by rows: the longest pause between two updates of worker 0 (median and
-  longest of all rescales), what it is made of, the bytes that moved, of all, and the
-  rate of updates while programs are prepared over the rate before.
-- ``changes``: joins and leaves in simulated runs whose workers, ps and masters are
-  killed, frozen and cut off meanwhile, and in how many of these runs a batch was lost,
-  or came twice and was not told of, by what each ps has applied.
+  state trains by rows: the longest pause between two updates of worker 0 (median, 99th
+  percentile and longest of all rescales), what it is made of, the bytes that moved, of
+  all, and the rate of updates while programs are prepared over the rate before.
+- ``changes``: joins and leaves of workers, and rescales of ps, in simulated runs whose
+  workers, ps and masters are killed, frozen and cut off meanwhile, and in how many of
+  these runs a batch or an update was lost, or came twice and was not told of, by what
+  each ps has applied.
 - ``unequal``: 3 workers, one of which takes twice as long: how often as many updates a
   second ``SyncPS(batch_share="measured")`` makes as even shares do, and by how much the
   parameters differ then. Computing is emulated, as a wait for each example.
@@ -41,6 +42,7 @@ from benchmarks import measure
 from jgraph.coordination.data.shares import pieces_of
 from jgraph.train.strategies.sync_runner import SyncRunner
 from tests.support.simulation.member_runs import simulated
+from tests.support.simulation.ps_runs import rescaled
 
 STRATEGIES = {"async": jg.AsyncPS, "sync": jg.SyncPS}
 ELASTIC = jg.Elastic(workers=(1, 8))
@@ -192,6 +194,7 @@ def moves(strategy: str, mb: int, rounds: int) -> dict[str, float]:
         trainer.close()
     return {
         "pause_s": round(statistics.median(pauses), 3),
+        "p99_pause_s": round(float(np.percentile(pauses, 99)), 3),
         "longest_pause_s": round(max(pauses), 3),
         "at_rest_s": round(statistics.median(r.paused_s for r in rescales), 3),
         "took_s": round(statistics.median(r.took_s for r in rescales), 2),
@@ -209,18 +212,20 @@ def seconds_of(run: Any) -> Any:
 
 
 def changes(least: int) -> dict[str, float]:
-    """Simulates runs until workers have joined or left so often; counts wrong ones."""
+    """Simulates runs until so much has joined, left and moved; counts wrong ones."""
     logging.disable()  # of what is broken on purpose
     counts = dict.fromkeys(
-        ("wrong", "joins", "leaves", "kills", "takeovers", "runs"), 0
+        ("wrong", "joins", "leaves", "rescales", "kills", "takeovers", "runs"), 0
     )
-    while counts["joins"] + counts["leaves"] < least:
+    while counts["joins"] + counts["leaves"] < least or counts["rescales"] < least:
+        simulate = rescaled if counts["rescales"] < least else simulated
         try:
-            world = simulated(counts["runs"])
+            world = simulate(counts["runs"])
         except AssertionError as error:
             print(error, *error.__notes__, sep="\n", file=sys.stderr)
             counts["wrong"] += 1
         else:
+            counts["rescales"] += len(getattr(world, "switches", ()))
             counts["joins"] += world.joined
             counts["leaves"] += world.left
             counts["kills"] += world.kills

@@ -14,7 +14,9 @@ from typing import Final, final
 import psutil
 
 from jgraph.clock import Clock
+from jgraph.errors import RescaleError
 from jgraph.rpc.security.tls import TLS
+from jgraph.view.units import bytes_text
 
 _GROUP = Path("/sys/fs/cgroup")
 LOOK_EVERY_S: Final = 5.0
@@ -35,6 +37,44 @@ def memory_free(group: Path = _GROUP) -> float:
     """
     machine = psutil.virtual_memory()
     free = machine.available / machine.total
+    limit, room = _of_group(group)
+    return min(free, room / limit) if limit else free
+
+
+def memory_left(group: Path = _GROUP) -> int:
+    """Returns how many bytes of memory can still be had; see ``memory_free``.
+
+    Example:
+      >>> memory_left() > 0
+      True
+    """
+    limit, room = _of_group(group)
+    available = psutil.virtual_memory().available
+    return min(available, room) if limit else available
+
+
+def check_memory(task: str, nbytes: int) -> None:
+    """Refuses what there is no memory for.
+
+    Args:
+      task: this one.
+      nbytes: that are to come.
+
+    Raises:
+      RescaleError: there is less.
+    """
+    if (room := memory_left()) < nbytes:
+        raise RescaleError(
+            f"{task} has {bytes_text(room)} of memory left, and {bytes_text(nbytes)} "
+            "of variables would move to it",
+            task=task,
+            wanted=nbytes,
+            left=room,
+        )
+
+
+def _of_group(group: Path) -> tuple[int, int]:
+    """Returns the limit of the container, and what is left of it; 0: it has none."""
     try:
         limit = int((group / "memory.max").read_text())
         used = int((group / "memory.current").read_text())
@@ -43,9 +83,8 @@ def memory_free(group: Path = _GROUP) -> float:
         )
         cached = {row[0]: int(row[1]) for row in rows if len(row) == 2}
     except (OSError, ValueError):  # "max": no limit
-        return free
-    used -= cached.get("inactive_file", 0)
-    return min(free, max(0.0, 1 - used / limit)) if limit else free
+        return 0, 0
+    return limit, max(0, limit - used + cached.get("inactive_file", 0))
 
 
 def disk_free(*directories: Path | None) -> float:

@@ -241,6 +241,36 @@ def test_a_ps_that_leaves_and_dies_first_is_lost_as_any_and_then_leaves(
     there.close()
 
 
+@pytest.mark.row(54)
+@pytest.mark.chaos
+@pytest.mark.parametrize("point", [p for p in AT if p != "rescale.copied"])
+@pytest.mark.parametrize("task", ["/job:worker/task:1", "/job:ps/task:0"])
+def test_a_task_that_dies_at_each_point_of_a_rescale_is_lost_as_at_any_other_time(
+    fault: Fault, task: str, point: str
+) -> None:
+    """A worker, or the ps whose variables move; the run goes on, or back, as ever."""
+    env = {VARIABLE: f"{point}=sleep:1"}
+    cluster = fault.cluster(ps=1, workers=2, elastic=True, restarts=3, env=env)
+    saves = Checkpoints(fault.path, every=10, keep=10**6)
+    there, run = begun(cluster, SyncPS(elastic=ELASTIC), saves)
+    wait_until(lambda: our_steps(fault.path))
+    with suppress(JGError):  # a task is lost that it asks
+        cluster.scale(ps=2, wait=False)
+    wait_until(lambda: len(cluster.renewed_tasks("ps")) == 2)
+    cluster.kill(task)
+    wait_until(lies_on(cluster, 2), 60)
+    goes_on(run)
+    assert run.state == "running"
+    lost = {one for recovery in run.recoveries() for one in recovery.lost}
+    assert lost <= {task}
+    run.stop()
+    run.wait(60)
+    back = gone_back_to(fault.path, run)
+    check_recovered(there, run, back, share=2, torn=2)
+    fault.names += ["SIGKILL"]
+    there.close()
+
+
 @pytest.mark.row(46)
 @pytest.mark.parametrize("restarts", [0, pytest.param(3, marks=pytest.mark.chaos)])
 def test_a_ps_that_leaves_and_dies_when_nothing_is_on_it_has_left(

@@ -12,6 +12,7 @@ from tests.support.simulation.ps_runs import (
     dies_as_it_goes_back,
     dies_as_loops_end,
     dies_when_switched,
+    link_is_silent,
     master_leaves,
     rescaled,
 )
@@ -36,7 +37,7 @@ def test_a_master_that_dies_when_ps_were_switched_leaves_an_heir_that_knows() ->
     assert switches
 
 
-@pytest.mark.row(46)
+@pytest.mark.row(46, 54)
 def test_an_update_that_a_dead_worker_left_is_made_before_variables_move() -> None:
     """A ps computes it for up to a second; all other loops have ended long before."""
     switches = 0
@@ -53,6 +54,15 @@ def test_a_master_that_dies_as_a_run_goes_back_leaves_an_heir_that_goes_back() -
     for seed in range(FIRST, FIRST + max(3, RUNS // 8)):
         restores += rescaled(seed, dies_as_it_goes_back).restores
     assert restores
+
+
+@pytest.mark.row(55)
+def test_a_rescale_waits_for_a_silent_link_or_is_given_up_and_tried_again() -> None:
+    """For 5 s, which the link outlives, and for 20 s."""
+    switches = 0
+    for seed in range(FIRST, FIRST + max(3, RUNS // 16)):
+        switches += len(rescaled(seed, link_is_silent).switches)
+    assert switches
 
 
 @pytest.mark.row(46)

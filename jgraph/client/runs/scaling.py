@@ -18,6 +18,7 @@ from jgraph.errors import (
     TaskLostError,
 )
 from jgraph.graph.device import TaskName
+from jgraph.plan.program.replicas import is_own
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 
@@ -26,6 +27,10 @@ SNAPSHOT: Final = "snapshot-"
 SCALE_S: Final = 60.0
 """So long ``scale`` waits."""
 _POLL_S: Final = 0.1
+_STAGES: Final = (
+    ". Stages of a pipeline do not move while it runs: save them, and restore them "
+    "into a pipeline of other tasks"
+)
 _CHANGE: Final = re.compile(r"[+-]\d{1,6}")
 _NAMES: Final[Mapping[str, str]] = {"worker": "workers", "ps": "parameter servers"}
 _ARGUMENTS: Final[Mapping[str, str]] = {"worker": "workers", "ps": "ps"}
@@ -88,6 +93,8 @@ class Scaler:
     ) -> list[TaskName]:
         before = self.cluster.tasks("worker")
         leavers = before[wanted:]
+        for task in leavers:
+            self._check_holds_nothing(task, [run.container for run in runs])
         if wanted > len(before):
             self.start("worker", wanted - len(before))
         for task in reversed(leavers):
@@ -98,6 +105,20 @@ class Scaler:
         self.ended(leavers)
         self._wait_taking_part([run.name for run in runs], polling)
         return self.cluster.tasks("worker")
+
+    def _check_holds_nothing(self, task: TaskName, runs: Sequence[str]) -> None:
+        """Refuses to let a worker go that holds what is nobody's copy.
+
+        Args:
+          task: the worker.
+          runs: containers of runs, which do without it.
+        """
+        try:
+            left_over = self._left_over(task, runs)
+        except (ClusterUnreachableError, TaskLostError):
+            return  # it is lost, with what it held
+        if names := [name for name in left_over if not is_own(name)]:
+            raise _still_holds(task, names, _STAGES)
 
     def _scale_ps(
         self, wanted: int, runs: Sequence[RunInfo], polling: Polling
@@ -248,12 +269,12 @@ class Scaler:
         ]
 
 
-def _still_holds(task: TaskName, names: Sequence[str]) -> RescaleError:
+def _still_holds(task: TaskName, names: Sequence[str], hint: str = "") -> RescaleError:
     count = f"{len(names)} variable{'s' if len(names) > 1 else ''}"
     return RescaleError(
         f"{task} leaves the cluster and holds {count} that no run moves, '{names[0]}' "
         "first; read what is needed of them, drop them with cluster.reset() or "
-        "Trainer.close(), and scale again",
+        f"Trainer.close(), and scale again{hint}",
         task=task,
     )
 

@@ -1,4 +1,4 @@
-"""Autoscaling of a run: how many workers it should have, decided from what it told.
+"""Autoscaling of a run: how many workers and ps it should have, from what it told.
 
 A search over the number of workers by trial. As long as each trial pays, the next one
 has twice as many. One that does not pay is taken back half of the way, until the
@@ -12,6 +12,11 @@ faster or slower with as many workers as before.
     any --workers came or went otherwise--> growing, from what there is
 
 A worker pays if it adds at least half of what one of them does on average.
+
+Where no more workers pay, and the busiest ps keeps a core busy, a ps is added, as a
+trial too: it goes again if that makes the run no tenth faster. One is also added, for
+good, where the fullest ps has little memory left: a ps that its kernel kills loses what
+it holds.
 """
 
 from collections.abc import Mapping
@@ -29,46 +34,58 @@ class RunSample:
       workers: how many took part.
       batches_per_s: that they did, all together.
       input_share: of the time of their steps: waiting for data.
+      ps: how many the run has; 0: that does not change.
+      ps_busy: cores that the busiest ps kept busy.
+      ps_memory: share of the memory of the fullest ps's host, or container, in use.
     """
 
     time_s: float
     workers: int
     batches_per_s: float
     input_share: float = 0.0
+    ps: int = 0
+    ps_busy: float = 0.0
+    ps_memory: float = 0.0
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Let a run have so many workers.
+    """Let a run have so many workers, or ps.
 
     Attributes:
       workers: how many.
       why: a part of a sentence.
       numbers: what it was decided by, by name.
+      ps: how many; None: as many as now.
     """
 
     workers: int
     why: str = ""
     numbers: Mapping[str, float] = field(default_factory=dict)
+    ps: int | None = None
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ScaleRules:
-    """When a worker pays, and what is between two acts.
+    """When a worker or a ps pays, and what is between two acts.
 
     Attributes:
       pause_s: between two acts, at least.
       least_gain: what an added worker has to add, of what one does on average.
       hysteresis: part of the rate by which it has to change before a rest ends.
       most_input: with a larger share of waiting for data, no worker is added.
+      most_busy: a ps that keeps more of a core busy gets another one beside it.
+      most_memory: likewise one with more of its memory in use.
     """
 
     pause_s: float = 120.0
     least_gain: float = 0.5
     hysteresis: float = 0.2
     most_input: float = 0.2
+    most_busy: float = 0.8
+    most_memory: float = 0.8
 
 
 _WORTH: Final = 1.1
@@ -82,7 +99,8 @@ class AutoScaler:
     Args:
       least: workers that the run may have.
       most: likewise; None: any number.
-      rules: when a worker pays.
+      rules: when a worker or a ps pays.
+      ps: how many ps it may have: least and most; None: it keeps those that it has.
 
     Attributes:
       reason: why the last sample brought nothing; empty: it did.
@@ -99,9 +117,16 @@ class AutoScaler:
     """
 
     def __init__(
-        self, least: int, most: int | None, rules: ScaleRules | None = None
+        self,
+        least: int,
+        most: int | None,
+        rules: ScaleRules | None = None,
+        ps: tuple[int, int] | None = None,
     ) -> None:
         self._least, self._most = least, most
+        self._ps = ps
+        self._trial: RunSample | None = None  # before the last ps was added
+        self._enough: RunSample | None = None  # one more ps did not pay
         self._rules = rules or ScaleRules()
         self._rates: dict[int, float] = {}
         self._pays = 0  # the most workers known to pay; 0: none were measured
@@ -126,6 +151,12 @@ class AutoScaler:
             return None
         if self._wanted not in {None, now}:
             self._begin_anew()  # somebody else scaled, or a worker was lost
+        waits_s = 0.0
+        if self._acted_s is not None:
+            waits_s = self._acted_s + self._rules.pause_s - sample.time_s
+        if waits_s <= 0 and (act := self._look_at_ps(sample)) is not None:
+            self._begin_anew()
+            return act
         last = self._rates.get(now)
         if self._rests and last and abs(rate / last - 1) > self._rules.hysteresis:
             self._begin_anew()
@@ -133,19 +164,54 @@ class AutoScaler:
             self.reason = f"{now} workers are as many as pay"
             return None
         self._rates[now] = rate
-        if self._acted_s is not None:
-            waits_s = self._acted_s + self._rules.pause_s - sample.time_s
-            if waits_s > 0:
-                self.reason = (
-                    f"the last act was {self._rules.pause_s - waits_s:.0f} s ago"
-                )
-                return None
+        if waits_s > 0:
+            self.reason = f"the last act was {self._rules.pause_s - waits_s:.0f} s ago"
+            return None
         return self._look(sample)
 
     def _begin_anew(self) -> None:
         self._rates.clear()
         self._pays, self._too_many, self._rests = 0, None, False
         self._wanted = None
+
+    # ------------------------------------------------------------ ps
+
+    def _look_at_ps(self, sample: RunSample) -> Scale | None:
+        if self._ps is None or not sample.ps:
+            return None
+        (least, most), now, rate = self._ps, sample.ps, sample.batches_per_s
+        numbers = {"ps_busy": sample.ps_busy, "ps_memory": sample.ps_memory}
+        before, self._trial = self._trial, None
+        if before is not None and before.ps < now and before.workers == sample.workers:
+            self._enough = before
+            if rate < _WORTH * before.batches_per_s and before.ps >= least:
+                rates = f"{rate:.3g} batches/s, of {before.batches_per_s:.3g} before"
+                why = f"one ps more made {rates}"
+                return Scale(sample.workers, why, numbers, before.ps)
+            self._enough = None
+        if now >= most:
+            return None
+        if sample.ps_memory > self._rules.most_memory:
+            why = f"a ps has {sample.ps_memory:.0%} of its memory in use"
+            return Scale(sample.workers, why, numbers, now + 1)
+        enough = self._enough
+        is_enough = enough is not None and (
+            enough.ps <= now and sample.workers <= enough.workers
+        )
+        is_busy = sample.ps_busy > self._rules.most_busy and not is_enough
+        if not (is_busy and self._is_limited(sample)):
+            return None
+        self._trial = sample
+        why = f"a ps keeps {sample.ps_busy:.2g} cores busy"
+        return Scale(sample.workers, why, numbers, now + 1)
+
+    def _is_limited(self, sample: RunSample) -> bool:
+        """Whether more workers would not make the run faster, or cannot be had."""
+        now, rate = sample.workers, sample.batches_per_s
+        if self._rests or (self._most is not None and now >= self._most):
+            return True
+        self._rates[now] = rate
+        return self._gain(now) < self._rules.least_gain * rate / now
 
     # ------------------------------------------------------------ the search
 

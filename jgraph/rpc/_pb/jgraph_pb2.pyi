@@ -3644,8 +3644,11 @@ class TakeRecords(_message.Message):
     STREAM_FIELD_NUMBER: _builtins.int
     SRC_FIELD_NUMBER: _builtins.int
     HANDLES_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     src: _builtins.str
+    nbytes: _builtins.int
+    """that are to come to this task; 0: not asked for"""
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """whose partitions here are those of `src`, by number"""
@@ -3656,10 +3659,11 @@ class TakeRecords(_message.Message):
         stream: _builtins.str = ...,
         src: _builtins.str = ...,
         handles: _abc.Iterable[_builtins.str] | None = ...,
+        nbytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handles", b"handles", "src", b"src", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handles", b"handles", "nbytes", b"nbytes", "src", b"src", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

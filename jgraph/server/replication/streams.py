@@ -22,6 +22,7 @@ from jgraph.runtime.rendezvous import StepKey
 from jgraph.runtime.store.ahead import LEAST_BYTES, AheadCopy
 from jgraph.runtime.store.change_log import Recorder, Recording
 from jgraph.runtime.task import TaskRuntime
+from jgraph.server.host_room import check_memory
 from jgraph.server.replication.follower import ChangeApplier, Follower
 from jgraph.server.replication.wal import read_log, remove_logs
 from jgraph.server.replication.wal_thread import WalThread
@@ -219,6 +220,7 @@ class ChangeStreams:
         src, stream = TaskName(order.src), order.stream
         loaded = [self._runtime.loaded(h) if h else None for h in order.handles]
         here = self._runtime.task, self._shell
+        check_memory(self._runtime.task, order.nbytes)
         if src == self._runtime.task:
             copier = ChangeApplier(stream, loaded, self._runtime.store, first=None)
             await self._shell.run(partial(self._replay, stream, copier))

@@ -1,4 +1,4 @@
-"""AutoScale: options of a policy that says how many workers an elastic run has."""
+"""AutoScale: options of a policy that says how many tasks an elastic run has."""
 
 from dataclasses import dataclass
 from typing import Final, Protocol, final
@@ -16,7 +16,7 @@ WINDOW_S: Final = 30.0
 
 
 class ScalePolicy(Protocol):
-    """Decides how many workers a run should have."""
+    """Decides how many workers, and ps, a run should have."""
 
     def handle(self, sample: RunSample) -> Scale | None:
         """Takes what a run told; returns what to do now, or None."""
@@ -25,13 +25,17 @@ class ScalePolicy(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class AutoScale:
-    """Let a run find out how many workers pay, and have as many.
+    """Let a run find out how many workers and ps pay, and have as many.
 
     While the workers of a run do not change, this process counts how many batches they
     do in ``window_s``. As long as added workers pay, it makes them twice as many; when
     they do not, it goes back half of the way. Then it rests, until the run becomes much
     faster or slower by itself, or somebody else changes the number of workers. Each act
     is an event, with the numbers that it was decided by: ``cluster.events()``.
+
+    With ``jg.Elastic(ps=…)`` it adds a ps where one keeps a core busy, and takes it
+    back if the run is not a tenth faster then; it adds one for good where a ps has
+    little memory left.
 
     It runs in the process that began the run, which must be able to start workers:
     that of ``jg.LocalCluster(elastic=True)`` or ``jg.RayCluster``.
@@ -44,6 +48,9 @@ class AutoScale:
         begins.
       most_input: where workers wait for data for a larger part of their time, none is
         added.
+      most_busy: a ps is added where one keeps more of a core busy than this.
+      most_memory: likewise where one has more of the memory of its host, or container,
+        in use.
       dry_run: say what would be done, and do nothing.
 
     Raises:
@@ -59,6 +66,8 @@ class AutoScale:
     least_gain: float = 0.5
     hysteresis: float = 0.2
     most_input: float = 0.2
+    most_busy: float = 0.8
+    most_memory: float = 0.8
     dry_run: bool = False
 
     def __post_init__(self) -> None:
@@ -68,6 +77,8 @@ class AutoScale:
             "least_gain": (0.01, 1.0),
             "hysteresis": (0.01, 1.0),
             "most_input": (0.0, 1.0),
+            "most_busy": (0.01, 1024.0),
+            "most_memory": (0.01, 1.0),
         }
         for name, (least, most) in limits.items():
             value: object = getattr(self, name)
@@ -78,17 +89,21 @@ class AutoScale:
                     f"{most:g}"
                 )
 
-    def begin(self, least: int, most: int | None) -> ScalePolicy:
+    def begin(
+        self, least: int, most: int | None, ps: tuple[int, int] | None = None
+    ) -> ScalePolicy:
         """Returns what decides for one run.
 
         Args:
           least: workers that it may have.
           most: likewise; None: any number.
+          ps: least and most ps that it may have; None: it keeps its own.
         """
         rules = ScaleRules(
-            self.pause_s, self.least_gain, self.hysteresis, self.most_input
+            *(self.pause_s, self.least_gain, self.hysteresis, self.most_input),
+            *(self.most_busy, self.most_memory),
         )
-        return AutoScaler(least, most, rules)
+        return AutoScaler(least, most, rules, ps)
 
     def _repr_html_(self) -> str:
         return markup.data(self)

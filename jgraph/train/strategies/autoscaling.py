@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final, final
 
 from jgraph.client.cluster import Cluster
@@ -10,6 +11,8 @@ from jgraph.client.runs.scaling import SCALE_S
 from jgraph.clock import Clock, SystemClock
 from jgraph.coordination.run.autoscale import RunSample, Scale
 from jgraph.errors import ConfigError, JGError
+from jgraph.graph.device import is_ps
+from jgraph.graph.ir import TaskName
 from jgraph.train.run.members import RunMember
 from jgraph.train.state.runner import Chunk
 from jgraph.train.strategies.autoscale import WINDOW_S, AutoScale, ScalePolicy
@@ -75,6 +78,43 @@ class RunMeter:
 
 
 @final
+class PsMeter:
+    """Looks at the ps of a run now and then.
+
+    Args:
+      cluster: where they are.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._cpu_s: dict[tuple[TaskName, int], float] = {}
+        self._since = 0.0
+
+    def added(self, sample: RunSample) -> RunSample:
+        """Returns a sample with what the ps have done since the one before."""
+        try:
+            tasks = self._cluster.status().tasks
+        except JGError:  # a task is lost, which the run tells
+            return sample
+        there = [one for one in tasks if is_ps(one.task)]
+        cpu_s = {(one.task, one.pid): one.busy_s.get("process", 0.0) for one in there}
+        seconds = max(sample.time_s - self._since, 1e-3)
+        busy = [
+            (now_s - self._cpu_s[process]) / seconds
+            for process, now_s in cpu_s.items()
+            if process in self._cpu_s
+        ]
+        memory = [1 - one.memory_free for one in there if one.memory_free is not None]
+        self._cpu_s, self._since = cpu_s, sample.time_s
+        return replace(
+            sample,
+            ps=len(there),
+            ps_busy=max(busy, default=0.0),
+            ps_memory=max(memory, default=0.0),
+        )
+
+
+@final
 class AutoScaling:
     """Does for one run what a policy says; a thread of this process.
 
@@ -94,11 +134,13 @@ class AutoScaling:
         policy, self._window_s, self._dry_run = elastic.policy, WINDOW_S, False
         if isinstance(policy, AutoScale):
             self._window_s, self._dry_run = policy.window_s, policy.dry_run
-            policy = policy.begin(self._least, self._most)
+            policy = policy.begin(self._least, self._most, elastic.ps)
         assert policy is not None  # who makes this has one
         self._policy: ScalePolicy = policy
         self._reason = ""
         self._meter = RunMeter()
+        self._ps_bounds = elastic.ps
+        self._ps_meter = None if elastic.ps is None else PsMeter(cluster)
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._work, name=f"jgraph-policy-{run}", daemon=True
@@ -122,17 +164,27 @@ class AutoScaling:
                 self._decide(sample)
 
     def _decide(self, sample: RunSample) -> None:
+        if self._ps_meter is not None:
+            sample = self._ps_meter.added(sample)
         try:
             act = self._policy.handle(sample)
             wanted = sample.workers if act is None else int(act.workers)
+            ps = None if act is None or not sample.ps else act.ps
         except Exception:  # noqa: BLE001  # of the user's own policy
             _LOG.exception(
                 "the policy of run '%s' failed; it decides no more", self._run
             )
             self._stop.set()
             return
+        if act is not None and ps is not None and self._ps_bounds is not None:
+            least, most = self._ps_bounds
+            if (ps := min(max(ps, least), most)) != sample.ps:
+                self._act(act, "ps", sample.ps, ps)
+                return
         if act is not None and wanted != sample.workers:
-            self._act(sample, act)
+            wanted = max(wanted, self._least)
+            wanted = wanted if self._most is None else min(wanted, self._most)
+            self._act(act, "workers", sample.workers, wanted)
             return
         reason = str(getattr(self._policy, "reason", ""))
         if reason != self._reason:
@@ -140,24 +192,24 @@ class AutoScaling:
             text = "run '%s' keeps its %d workers: %s"
             _LOG.info(text, self._run, sample.workers, reason)
 
-    def _act(self, sample: RunSample, act: Scale) -> None:
-        least, most = self._least, self._most
-        wanted = max(act.workers, least)
-        wanted = wanted if most is None else min(wanted, most)
+    def _act(self, act: Scale, what: str, now: int, wanted: int) -> None:
         numbers = ", ".join(f"{k} {v:.4g}" for k, v in act.numbers.items())
         would = "would be" if self._dry_run else "is"
         text = (
-            f"run '{self._run}' {would} scaled from {sample.workers} to {wanted} "
-            f"workers: {act.why}{f' ({numbers})' if numbers else ''}"
+            f"run '{self._run}' {would} scaled from {now} to {wanted} {what}: "
+            f"{act.why}{f' ({numbers})' if numbers else ''}"
         )
         self._cluster.notes.note("scaled", text)
         if self._dry_run:
             return
         try:
-            self._cluster.scale(workers=wanted, timeout_s=SCALE_S)
+            if what == "ps":
+                self._cluster.scale(ps=wanted, timeout_s=SCALE_S)
+            else:
+                self._cluster.scale(workers=wanted, timeout_s=SCALE_S)
         except JGError as error:
             if not self._stop.is_set():
-                text = f"run '{self._run}' was not scaled to {wanted} workers: {error}"
+                text = f"run '{self._run}' was not scaled to {wanted} {what}: {error}"
                 self._cluster.notes.note("scaled", text, level=logging.WARNING)
         self._meter.begin(self._clock.now())
 

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from jgraph import Variable, function
 from jgraph.client.cluster import Cluster
 from jgraph.client.runs.scaling import wanted_tasks
 from jgraph.errors import ConfigError, JGError, RescaleError
@@ -46,6 +48,21 @@ def test_a_ps_whose_variables_no_run_moves_stays(cluster: Cluster) -> None:
         cluster.scale(ps=1)
     assert cluster.tasks("ps") == ["/job:ps/task:0", "/job:ps/task:1"]
     there.close()
+
+
+@pytest.mark.bad_input_row(27)
+def test_a_worker_that_holds_a_stage_of_a_pipeline_stays(cluster: Cluster) -> None:
+    stage = Variable("stage", np.ones(3, np.float32), device="/job:worker/task:1")
+
+    @function
+    def read() -> Any:
+        return stage[...]
+
+    with cluster.session() as session:
+        session.run(read)
+        with pytest.raises(RescaleError, match="Stages of a pipeline do not move"):
+            cluster.scale(workers=1)
+        assert len(cluster.tasks("worker")) == 2
 
 
 @pytest.mark.bad_input_row(27)

@@ -50,3 +50,31 @@ def test_whatever_a_run_does_the_search_ends_within_its_bounds(
     begins = min(max(begins, least), most)
     asked, _ = acts(lambda n: rates[n - 1], least, most, begins)
     assert len(asked) <= 10
+
+
+@given(
+    per_ps=st.integers(1, 6),
+    noise=st.lists(st.floats(0.99, 1.01), min_size=24, max_size=24),
+)
+def test_a_run_gets_as_many_ps_as_its_workers_keep_busy(
+    per_ps: int, noise: list[float]
+) -> None:
+    """A ps serves so many workers; a third one is the most."""
+
+    def rate(workers: int, ps: int) -> float:
+        return min(workers, per_ps * ps) * noise[(ps - 1) * 8 + workers - 1]
+
+    machine = AutoScaler(1, 8, ScaleRules(pause_s=0), ps=(1, 3))
+    workers, ps, asked = 1, 1, 0
+    for time_s in range(40):
+        made = rate(workers, ps)
+        busy = min(1.0, workers / (per_ps * ps))
+        sample = RunSample(time_s, workers, made, ps=ps, ps_busy=busy)
+        if (act := machine.handle(sample)) is not None:
+            asked += 1
+            workers, ps = act.workers, act.ps or ps
+            assert 1 <= workers <= 8
+            assert 1 <= ps <= 3
+    best = max(rate(w, p) for w in range(1, 9) for p in range(1, 4))
+    assert rate(workers, ps) >= 0.9 * best
+    assert asked <= 7

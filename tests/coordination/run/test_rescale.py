@@ -1,9 +1,12 @@
 """Whatever happens in whichever order, a run has one arrangement or the other."""
 
+import pytest
 from hypothesis import given, strategies as st
 
 from jgraph.coordination.run.rescale import (
+    LEAST_BYTES,
     MOST_AGAIN_S,
+    MOST_ROUNDS,
     Drop,
     GoOn,
     Known,
@@ -19,6 +22,7 @@ from jgraph.coordination.run.rescale import (
     Switch,
     TimePassed,
     Wanted,
+    goes_on,
     wanted_ps,
 )
 from jgraph.errors import TaskLostError
@@ -85,6 +89,7 @@ def test_loops_that_were_to_end_begin_again(events: list[object]) -> None:
     raise AssertionError("no loop begins again")
 
 
+@pytest.mark.row(57)
 @given(st.lists(EVENTS, max_size=60))
 def test_what_is_wanted_comes_about_once_nothing_stands_in_its_way(
     events: list[object],
@@ -111,3 +116,17 @@ def test_no_ps_is_wanted_that_leaves_or_is_not_there(
         assert all(stays.get(index) for index in range(ps))
     if any(index not in stays for index in range(now)):
         assert ps == now
+
+
+@pytest.mark.row(58)
+@given(st.lists(st.integers(0, 1 << 40), min_size=10, max_size=10))
+def test_copying_ahead_ends_when_it_makes_the_rest_no_smaller(left: list[int]) -> None:
+    """Writes are as fast as the link, or faster: the fence comes anyway."""
+    rounds = 1
+    while goes_on(left[:rounds]):
+        rounds += 1
+    assert rounds <= MOST_ROUNDS
+    is_little = left[rounds - 1] <= LEAST_BYTES
+    assert (
+        is_little or rounds == MOST_ROUNDS or 2 * left[rounds - 1] >= left[rounds - 2]
+    )

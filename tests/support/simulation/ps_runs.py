@@ -149,6 +149,19 @@ async def dies_as_it_goes_back(world: RescaledWorld) -> None:
     world.kill(master.task, DEAF_S)
 
 
+async def link_is_silent(world: RescaledWorld) -> None:
+    """Two ps do not reach each other while variables are to move between them."""
+    faults = PsFaults(world)
+    await asyncio.sleep(world.chance.uniform(STANDBYS_S, 2 * STANDBYS_S))
+    faults.join(world)
+    for silent_s in (5.0, 20.0):
+        await asyncio.sleep(world.chance.uniform(0.0, 1.5))
+        if len(there := world.staying_ps()) > 1:
+            world.cut(there[-2], there[-1], silent_s)
+        await asyncio.sleep(silent_s + STANDBYS_S)
+        faults.leaves(world)
+
+
 async def master_leaves(world: RescaledWorld) -> None:
     """The last ps is the master, and leaves."""
     faults = PsFaults(world)

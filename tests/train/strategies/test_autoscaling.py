@@ -13,6 +13,7 @@ from jgraph.client.cluster import Cluster, connect
 from jgraph.coordination.run.autoscale import RunSample, Scale
 from jgraph.errors import ConfigError
 from jgraph.graph.device import TaskName
+from jgraph.server import task_service
 from jgraph.server.members.joining import join_cluster
 from jgraph.server.server import Server
 from jgraph.train.strategies import autoscaling
@@ -111,6 +112,30 @@ def test_a_policy_lets_workers_join_and_leave_within_the_bounds(
         "from 2 to 1 workers: it was told to (of 2)",
     ]
     assert run.repeated() == 0
+    trainer.close()
+
+
+def test_a_ps_is_added_before_one_has_no_memory_left(
+    cluster: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_service, "memory_free", lambda: 0.1)
+    policy = jg.AutoScale(window_s=0.3, pause_s=0.0)
+    elastic = jg.Elastic(workers=(1, 1), ps=(1, 2), policy=policy)
+    trainer = jg.Trainer(
+        nnx.Linear(3, 8, rngs=nnx.Rngs(0)),
+        loss,
+        optax.sgd(1e-3),
+        cluster=cluster,
+        strategy=jg.AsyncPS(elastic=elastic),
+    )
+    data = np.ones((64, 3), np.float32)
+    run = trainer.fit(data, steps=10**7, batch_size=4, block=False, progress=False)
+    wait_until(run.rescales)
+    assert [(one.before, one.ps, one.why) for one in run.rescales()] == [(1, 2, "")]
+    (told,) = [e.text for e in cluster.notes.newest() if e.kind == "scaled"]
+    assert "is scaled from 1 to 2 ps: a ps has 90% of its memory in use" in told
+    run.stop()
+    run.wait(30)
     trainer.close()
 
 

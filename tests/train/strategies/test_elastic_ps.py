@@ -15,6 +15,8 @@ from jgraph.client.cluster import Cluster, connect
 from jgraph.errors import ConfigError, RescaleError
 from jgraph.graph.device import TaskName
 from jgraph.runtime.store.ahead import AheadCopy, Part
+from jgraph.server import host_room
+from jgraph.server.members.joining import join_cluster
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.trainer import Trainer
 from tests.support.counting import BATCH, IDS, Ledger, check_together, trainer
@@ -114,7 +116,7 @@ class Table(nnx.Module):
 TABLE_BYTES = (1 << 15) * 64 * 4
 
 
-@pytest.mark.row(45)
+@pytest.mark.row(45, 58)
 def test_rows_are_copied_while_training_goes_on_and_those_written_since_again(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +297,7 @@ def test_what_does_not_move_is_refused(strategy: Any, says: str) -> None:
         strategy(ELASTIC)
 
 
+@pytest.mark.row(57)
 @pytest.mark.bad_input_row(27)
 def test_a_run_has_as_many_ps_as_it_may_have(cluster: Cluster) -> None:
     def of(strategy: Strategy, **options: Any) -> Sequence[TaskName]:
@@ -319,6 +322,27 @@ def test_a_run_has_as_many_ps_as_it_may_have(cluster: Cluster) -> None:
     run.stop()
     run.wait(30)
     there.close()
+
+
+@pytest.mark.row(56)
+def test_a_ps_that_has_no_memory_for_what_would_move_takes_nothing(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on as it was, and says how much is missing."""
+    monkeypatch.setattr(host_room, "memory_left", lambda: 10)
+    there = trainer(cluster, jg.SyncPS(elastic=ELASTIC))
+    run = begun(cluster, there, IDS, BATCH)
+    joined = join_cluster(cluster.target, "ps")
+    with pytest.raises(RescaleError, match=r"has 10 B of memory left, and \d+ B of"):
+        cluster.scale(ps=2, timeout_s=5)
+    steps = run.steps
+    wait_until(lambda: run.steps > steps)
+    assert {(one.ps, one.nbytes) for one in run.rescales()} == {(2, 0)}
+    run.stop()
+    run.wait(30)
+    check_together(there, run)
+    there.close()
+    joined.stop(1.0)
 
 
 def test_workers_that_share_a_batch_go_on_while_ps_join_and_leave(

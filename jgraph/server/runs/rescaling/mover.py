@@ -41,11 +41,13 @@ class Mover:
         """Lets tasks note from now on what changes of that which moves.
 
         Raises:
+          RescaleError: a ps has no room for what is to come.
           JGError: a ps does not answer.
         """
         await self._forget_streams(transfers)
         for one in transfers:
-            take = pb.TakeRecords(stream=self._stream(one), src=one.src)
+            nbytes = sum(other.nbytes for other in transfers if other.dst == one.dst)
+            take = pb.TakeRecords(stream=self._stream(one), src=one.src, nbytes=nbytes)
             await self.peers.call(one.dst, "TakeRecords", frame(take_records=take))
             await self._send(one, begins=True)
 
