@@ -210,6 +210,9 @@ class Run:
         way when the checkpoint was saved that the training goes on from: two of each
         worker at most, and none in synchronous training. All runs of the Trainer
         count, and those before its checkpoint.
+
+        It is a lower bound where the master, which is a worker, dies together with a ps
+        that it does not reach: nobody can tell then whether its last step was applied.
         """
         has_ended = self._done.is_set()
         position = (
