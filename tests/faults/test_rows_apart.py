@@ -106,6 +106,7 @@ def test_a_worker_that_is_killed_between_fragments_counts_nothing_twice(
 
 
 @pytest.mark.row(12)
+@pytest.mark.nightly
 def test_a_ps_that_is_lost_between_fragments_takes_the_run_back(
     fault: Fault,
 ) -> None:

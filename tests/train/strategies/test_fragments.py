@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
+import jgraph as jg
 from jgraph.client.cluster import Cluster
 from jgraph.errors import ConfigError
 from jgraph.plan.program.nodes import (
@@ -159,7 +160,12 @@ def by_hand(
 
 @pytest.mark.parametrize(
     ("fragments", "overlap", "mix"),
-    [(2, 0, 0.5), (3, 1, 0.5), (2, 3, 0.25), (1, 2, 0.5)],
+    [
+        (2, 0, 0.5),
+        (3, 1, 0.5),
+        pytest.param(2, 3, 0.25, marks=pytest.mark.nightly),
+        pytest.param(1, 2, 0.5, marks=pytest.mark.nightly),
+    ],
 )
 def test_fragments_are_those_of_a_loop_by_hand(
     cluster: Cluster, fragments: int, overlap: int, mix: float
@@ -229,6 +235,18 @@ def test_a_fit_goes_on_where_the_one_before_was_in_the_round(
     assert max(moved) > 1e-4
     there.close()
     other.close()
+
+
+@pytest.mark.nightly
+def test_fragments_are_cut_of_shards_that_have_copies(cluster: Cluster) -> None:
+    """As of whole parameters."""
+    tx = optax.sgd(0.1)
+    given: Any = {"durability": "replica", "fragments": 2, "overlap": 1}
+    cut = jg.fixed_size_partitioner(2)
+    there = trainer(cluster, tx, outer=NESTEROV, variable_partitioner=cut, **given)
+    run = fit(there)
+    assert_close(parameters(run.model()), by_hand(tx, NESTEROV, 2, 1, 0.5))
+    there.close()
 
 
 def nodes_of(there: Trainer) -> list[Any]:
