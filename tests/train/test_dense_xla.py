@@ -12,8 +12,8 @@ from flax import nnx
 
 import jgraph as jg
 from jgraph.client.cluster import Cluster
-from jgraph.errors import ConfigError
-from jgraph.server.gates import group_child
+from jgraph.errors import ConfigError, InsecureError
+from jgraph.server.gates import group_child, group_sums
 from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.support.models import NnxNorm, data, nnx_loss
@@ -197,6 +197,20 @@ def test_what_collectives_cannot_do_is_refused_in_words(
     given: Any = {option: value}
     with pytest.raises(ConfigError, match=f"{option}=.*{why}.*leave out {option}="):
         SyncPS(dense="xla", **given)
+
+
+@pytest.mark.bad_input_row(28)
+def test_a_fit_whose_children_would_listen_beyond_this_machine_is_refused(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_sums, "is_loopback", lambda host: False)
+    there = trainer(cluster, SyncPS(dense="xla"))
+    there.plan(data(), BATCH)
+    values = there.current_values()
+    with pytest.raises(InsecureError, match=r"JG-116 .*write dense='workers'"):
+        fit(there)
+    assert_close(there.current_values(), values, atol=0)
+    there.close()
 
 
 @pytest.mark.bad_input_row(28)

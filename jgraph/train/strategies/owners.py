@@ -114,7 +114,7 @@ def _looked_up(
 ) -> frozenset[str]:
     if data is None:
         raise ConfigError(
-            "SyncPS(dense='workers') leaves tables of rows on the ps, and which those "
+            "dense= among the workers leaves tables of rows on the ps, and which those "
             "are shows when the loss is traced on data; call trainer.plan(data) first"
         )
     number = jax.ShapeDtypeStruct((), jnp.int32)
