@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.simulation.faulty_run import FIRST, RUNS
 from tests.support.simulation.ps_runs import (
+    client_is_away,
     dies_as_it_goes_back,
     dies_as_loops_end,
     dies_when_switched,
@@ -54,6 +55,18 @@ def test_a_master_that_dies_as_a_run_goes_back_leaves_an_heir_that_goes_back() -
     for seed in range(FIRST, FIRST + max(3, RUNS // 8)):
         restores += rescaled(seed, dies_as_it_goes_back).restores
     assert restores
+
+
+@pytest.mark.row(57)
+def test_a_client_that_is_away_while_variables_move_finds_them_when_it_is_back() -> (
+    None
+):
+    switches = 0
+    for seed in range(FIRST, FIRST + max(3, RUNS // 16)):
+        world = rescaled(seed, client_is_away)
+        assert not world.restores
+        switches += len(world.switches)
+    assert switches
 
 
 @pytest.mark.row(55)

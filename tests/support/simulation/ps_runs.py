@@ -11,7 +11,7 @@ from tests.support.simulation.member_faults import KILLS, STANDBYS_S, ElasticFau
 from tests.support.simulation.members import WAYS
 from tests.support.simulation.ps_moves import MOST, RescaledWorld
 from tests.support.simulation.run_faults import Injected, check
-from tests.support.simulation.run_world import in_world
+from tests.support.simulation.run_world import LEASE_S, in_world
 from tests.support.simulation.virtual_loop import run_virtually
 
 OF_PS: Final = (
@@ -147,6 +147,17 @@ async def dies_as_it_goes_back(world: RescaledWorld) -> None:
     world.kill(world.chance.choice(world.staying_ps()), world.chance.uniform(0.1, 1.0))
     await asyncio.sleep(world.chance.uniform(0.0, 2.0))
     world.kill(master.task, DEAF_S)
+
+
+async def client_is_away(world: RescaledWorld) -> None:
+    """The client goes while variables move, and is back within its lease."""
+    faults = PsFaults(world)
+    await asyncio.sleep(world.chance.uniform(STANDBYS_S, 2 * STANDBYS_S))
+    for begin in (faults.join, faults.leaves):
+        begin(world)
+        await asyncio.sleep(world.chance.uniform(0.0, 1.5))
+        await world.client.away(world.chance.uniform(0.1, LEASE_S - 1.0))
+        await asyncio.sleep(STANDBYS_S)
 
 
 async def link_is_silent(world: RescaledWorld) -> None:
