@@ -21,6 +21,7 @@ from jgraph.graph.device import TaskName
 from jgraph.plan.program.replicas import is_own
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.status import from_status
 
 SNAPSHOT: Final = "snapshot-"
 """How the names of containers begin that are dropped when they have been read."""
@@ -257,14 +258,20 @@ class Scaler:
           task: the ps.
           moves: containers that are left out, and copies of them: they move.
           copies: also copies that are about to be dropped.
+
+        Raises:
+          TaskLostError: it does not answer.
         """
         query = frame(variable_query=pb.VariableQuery())
-        address = self.cluster.find(task)
-        table = body_of(self.cluster.call("Variables", query, to=address))
+        table = body_of(self.cluster.call("Master.Variables", query))
+        for error in map(from_status, table.missing):
+            if error.details.get("task") == task:
+                raise error
         return [
             row.name
             for row in table.variables
-            if not any(f"{row.container}-".startswith(f"{one}-") for one in moves)
+            if row.task == task
+            and not any(f"{row.container}-".startswith(f"{one}-") for one in moves)
             and (copies or not row.container.startswith(SNAPSHOT))
         ]
 
