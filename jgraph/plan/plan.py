@@ -27,7 +27,7 @@ from jgraph.plan.program.program import Program
 from jgraph.plan.sharding.shard import shard
 from jgraph.plan.show import plan_picture
 from jgraph.plan.table import sharding_lines, table
-from jgraph.plan.traffic import Held, Message, StepTraffic
+from jgraph.plan.traffic import Held, Message, StepTraffic, pieces_of
 from jgraph.view import markup
 from jgraph.view.svg import Picture
 from jgraph.view.units import bytes_text, count_text
@@ -109,15 +109,18 @@ class Plan:
         work: dict[TaskName, Work] = {}
         for segment in self.segments:
             work[segment.task] = work.get(segment.task, Work()) + work_of(segment.body)
+        driver = self.program.driver
+        own = [work_of(s.body) for s in self.segments if s.task == driver]
         return StepTraffic(
             name=self.program.name,
-            driver=self.program.driver,
+            driver=driver,
             variables=tuple(
                 Held(v.name, self.variable_tasks[v.key], nbytes_of(v))
                 for v in self.graph.variables
             ),
             messages=tuple(Message(e.src, e.dst, e.nbytes) for e in self.edges),
             work=work,
+            pieces=pieces_of(self.program.partition(driver), own),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -7,7 +7,7 @@ code, no values.
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
@@ -15,6 +15,14 @@ from jgraph.errors import ConfigError
 from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
 from jgraph.plan.auto.work import Work
+from jgraph.plan.program.nodes import (
+    RecvNode,
+    SegmentNode,
+    SendNode,
+    UnpackNode,
+    ValueId,
+)
+from jgraph.plan.program.program import Partition
 
 _FORMAT = 1
 
@@ -41,6 +49,54 @@ class Message:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A segment of a worker's step, and what travels while those beside it compute.
+
+    Attributes:
+      read: bytes from ps that it is the first to take.
+      work: what it computes.
+      written: bytes to ps that leave when it has run.
+    """
+
+    read: int
+    work: Work
+    written: int
+
+
+def pieces_of(partition: Partition, work: Sequence[Work]) -> tuple[Piece, ...]:
+    """Returns the pieces of a worker's step, in order; nothing if it is all one.
+
+    Args:
+      partition: of the worker.
+      work: of each of its segments.
+    """
+    segments = [n for n in partition.nodes if isinstance(n, SegmentNode)]
+    if len(segments) < 2:
+        return ()
+    taker: dict[ValueId, int] = {}
+    maker: dict[ValueId, int] = {}
+    for number, segment in enumerate(segments):
+        taker |= {v: number for v in segment.inputs if v not in taker}
+        maker |= dict.fromkeys(segment.outs, number)
+    for node in partition.nodes:
+        if isinstance(node, UnpackNode):
+            taker[node.value] = min(
+                (taker[v] for v in node.outs if v in taker), default=0
+            )
+    read, written = [0] * len(segments), [0] * len(segments)
+    for node in partition.nodes:
+        if isinstance(node, RecvNode) and is_ps(node.src):
+            first = min((taker[v] for v in node.outs if v in taker), default=0)
+            read[first] += sum(partition.values[v].nbytes for v in node.outs)
+        elif isinstance(node, SendNode) and is_ps(node.dst):
+            makers = [maker[v] for v in node.values if v in maker]
+            last = max(makers, default=len(segments) - 1)
+            written[last] += sum(partition.values[v].nbytes for v in node.values)
+    return tuple(map(Piece, read, work, written))
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class StepTraffic:
     """What a step of one worker computes and sends.
 
@@ -50,6 +106,7 @@ class StepTraffic:
       variables: those that the step uses.
       messages: in the order of the plan.
       work: of each task.
+      pieces: of the worker's step, if values travel while it computes.
 
     Example:
       >>> ps, worker = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
@@ -64,6 +121,7 @@ class StepTraffic:
     variables: tuple[Held, ...]
     messages: tuple[Message, ...]
     work: Mapping[TaskName, Work]
+    pieces: tuple[Piece, ...] = ()
 
     @property
     def read(self) -> int:
@@ -89,6 +147,7 @@ class StepTraffic:
             "variables": [asdict(v) for v in self.variables],
             "messages": [asdict(m) for m in self.messages],
             "work": {task: asdict(work) for task, work in self.work.items()},
+            "pieces": [asdict(piece) for piece in self.pieces],
         }
 
     @classmethod
@@ -110,8 +169,15 @@ class StepTraffic:
                 tuple(Held(**row) for row in values["variables"]),
                 tuple(Message(**row) for row in values["messages"]),
                 {TaskName(t): Work(**w) for t, w in values["work"].items()},
+                tuple(
+                    Piece(row["read"], Work(**row["work"]), row["written"])
+                    for row in values.get("pieces", ())
+                ),
             )
-            negative = [r for r in step.variables + step.messages if r.nbytes < 0]
+            negative: list[Held | Message | Piece] = [
+                *(r for r in step.variables + step.messages if r.nbytes < 0),
+                *(p for p in step.pieces if min(p.read, p.written) < 0),
+            ]
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"this is no plan ({type(error).__name__}: {error}); write one with "

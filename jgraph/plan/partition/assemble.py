@@ -5,7 +5,7 @@ is in topological order, and no set of partitions can wait for each other.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -18,6 +18,7 @@ from jgraph.plan.analysis.row_access import RowAccess
 from jgraph.plan.lowering.lower import Segment, label_of
 from jgraph.plan.lowering.lowered import Lowered
 from jgraph.plan.lowering.packed import Pack
+from jgraph.plan.partition.buckets import message_groups
 from jgraph.plan.partition.packing import Packing
 from jgraph.plan.partition.segments import Segmentation, SegmentGroup
 from jgraph.plan.program.nodes import (
@@ -214,13 +215,38 @@ class Assembler:
         self._send(self.driver, used)
 
     def _send(self, src: TaskName, values: list[Var]) -> None:
-        """Sends values to the other tasks that need them, one message per task."""
+        """Sends values to the other tasks that need them, one message per task or more.
+
+        What lies in a pack travels in one message.
+        """
         needs: dict[TaskName, list[Var]] = {}
         for var in dict.fromkeys(values):
             for task in sorted(self._packing.takers(var) - {src}):
                 needs.setdefault(task, []).append(var)
         for dst in sorted(needs):
-            self._message(src, dst, needs[dst])
+            packs = self._packing.packs_of(needs[dst])
+            alone = [v for v in needs[dst] if v not in self._packing.packs]
+            parts: list[Pack] = [*packs, *((v,) for v in alone)]
+            for group in message_groups(parts, self._nbytes, self._first_user(dst)):
+                self._message(src, dst, [v for part in group for v in part])
+
+    def _nbytes(self, values: Iterable[Var]) -> int:
+        return sum(self.cut.flow.type_of(v).nbytes for v in values)
+
+    def _first_user(self, task: TaskName) -> Callable[[Pack], int]:
+        """Returns what gives the first cluster of a task that takes one of some values.
+
+        What is only fetched comes last.
+        """
+        clusters, users = self.cut.clusters, self.cut.users
+
+        def first(values: Pack) -> int:
+            found = (u for v in values for u in users.get(v, ()))
+            return min(
+                (u for u in found if clusters[u].task == task), default=len(clusters)
+            )
+
+        return first
 
     def _message(self, src: TaskName, dst: TaskName, values: list[Var]) -> None:
         flow, key = self.cut.flow, f"m{len(self.edges)}"

@@ -3,7 +3,8 @@
 A cluster is a set of operations of one task that will run as one unit. Levels count
 the task changes between an operation and the end of the step; operations of equal
 task and level are a cluster, and clusters of one task merge while no cycle arises; then
-``jgraph.plan.partition.overlap`` cuts those that would keep long work waiting.
+``jgraph.plan.partition.overlap`` cuts those that would keep long work waiting, and
+``jgraph.plan.partition.buckets`` those whose large values can travel meanwhile.
 
 What is free, and a read of a variable for use on its own task, belongs to no cluster:
 every cluster that needs it makes it again. A read is put off in this way if the write
@@ -27,6 +28,7 @@ from jgraph._compat import Literal, Var
 from jgraph.errors import InternalError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.analysis.flow import Flow, Version
+from jgraph.plan.partition.buckets import Crossing, in_buckets
 from jgraph.plan.partition.id_checks import awaited_checks
 from jgraph.plan.partition.merge import Kind, circles, merge, topological
 from jgraph.plan.partition.overlap import overlap
@@ -86,7 +88,9 @@ def cut(flow: Flow, task: Mapping[int, TaskName], driver: TaskName) -> Segmentat
     links = _links(flow, task, driver)
     merged = merge(*links.quotient(links.levels()))
     together = {i: unit for unit in links.members.values() for i in unit}
-    return links.finish(overlap(flow, merged, links.before, links.after, together))
+    pieces = overlap(flow, merged, links.before, links.after, together)
+    pieces = in_buckets(flow, pieces, *links.crossing(), links.before, together)
+    return links.finish(pieces)
 
 
 def _links(flow: Flow, task: Mapping[int, TaskName], driver: TaskName) -> "_Links":
@@ -419,6 +423,32 @@ class _Links:
         for n, found in enumerate(successors):
             found.discard(n)
         return keys, members, successors
+
+    def crossing(self) -> tuple[Crossing, Crossing]:
+        """Returns the bytes that roots take from other tasks, and those they give."""
+        arriving, leaving = Crossing(), Crossing()
+        takers: dict[Var, set[TaskName]] = {}
+        for index in self.roots:
+            here = self.task[index]
+            for value in self.inputs(index):
+                tasks, maker = takers.setdefault(value, set()), self._maker(value)
+                if here not in tasks and maker != here:
+                    arriving.add(index, self.flow.type_of(value).nbytes, [maker])
+                tasks.add(here)
+        for atom in self.flow.fetches:
+            if not isinstance(atom, Literal):
+                takers.setdefault(atom, set()).add(self.driver)
+        for value, tasks in takers.items():
+            index = self.flow.producer.get(value, -1)
+            others = tasks - {self._maker(value)}
+            if others and index in self.after:
+                leaving.add(index, self.flow.type_of(value).nbytes, others)
+        return arriving, leaving
+
+    def _maker(self, value: Var) -> TaskName:
+        """Returns the task that makes a value; what is fed comes from the driver."""
+        index = self.flow.producer.get(value, -1)
+        return self.task[index] if index in self.after else self.driver
 
     def finish(self, merged: list[tuple[TaskName, Kind, set[int]]]) -> Segmentation:
         """Returns the cut, with the clusters in an order in which they can run."""

@@ -103,7 +103,6 @@ class AsynchronousRun:
         worker.step += 1
         worker.ready.popleft()
         worker.is_idle = False
-        worker.missing = len(self._cluster.groups)
         return step
 
     # ------------------------------------------------------------ steps

@@ -1,7 +1,9 @@
 """Cluster in virtual time: workers, and groups of ps that have equal shares of a step.
 
 Ps that send and store as many bytes as each other do the same at the same time, so a
-group of them is simulated once: a message to a group stands for one to each.
+group of them is simulated once: a message to a group stands for one to each. A step
+whose plan has pieces is simulated in them: each begins when its bytes are there, and
+what it made travels while the next one computes.
 """
 
 import random
@@ -14,6 +16,7 @@ from typing import Final, final
 from jgraph.coordination.data.stock import Stock
 from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
+from jgraph.plan.partition.buckets import LEAST_OF_ONE
 from jgraph.plan.placement.spread import assign_largest_first
 from jgraph.plan.traffic import StepTraffic
 from jgraph.testing.scale.computing import Computing
@@ -26,6 +29,7 @@ from jgraph.testing.scale.queues import (
     Pipe,
     Processor,
     SharedHost,
+    nothing,
 )
 from jgraph.testing.virtual_time import Simulation
 
@@ -81,6 +85,59 @@ def shares_of(step: StepTraffic, ps: int) -> list[Share]:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Shares of a piece: of what a step reads, of its computing, of what it sends."""
+
+    read: float = 1.0
+    computing: float = 1.0
+    written: float = 1.0
+
+
+def parts_of(step: StepTraffic, costs: Costs, ps: int) -> tuple[Part, ...]:
+    """Returns the shares of the pieces of a worker's step; of a whole one if none.
+
+    Of so many ps that a message would be too small, several pieces share one: bytes
+    come with those before them, and leave with those after them.
+
+    Example:
+      >>> from jgraph.plan.auto.work import Work
+      >>> from jgraph.plan.traffic import Piece
+      >>> from jgraph.testing.scale.costs import load_costs
+      >>> one, work = TaskName("/job:worker/task:0"), Work(flops=1e9)
+      >>> pieces = Piece(2 << 20, work, 3 << 20), Piece(2 << 20, work, 1 << 20)
+      >>> step = StepTraffic("step", one, (), (), {}, pieces)
+      >>> parts_of(step, load_costs(), ps=1)[0]
+      Part(read=0.5, computing=0.5, written=0.75)
+      >>> parts_of(step, load_costs(), ps=8)[0]
+      Part(read=1.0, computing=0.5, written=0.0)
+    """
+    seconds = [costs.speed.seconds(piece.work) for piece in step.pieces]
+    if not sum(seconds):
+        return (Part(),)
+    least = LEAST_OF_ONE * ps
+    written = _together([p.written for p in step.pieces], least)
+    read = _together([p.read for p in reversed(step.pieces)], least)[::-1]
+    return tuple(
+        Part(r / (sum(read) or 1), s / sum(seconds), w / (sum(written) or 1))
+        for r, s, w in zip(read, seconds, written, strict=True)
+    )
+
+
+def _together(nbytes: Sequence[int], least: int) -> list[int]:
+    """Moves bytes to later places, until so many are together or none come after."""
+    found, waiting = [], 0
+    for number, more in enumerate(nbytes):
+        waiting += more
+        is_last = number + 1 == len(nbytes)
+        found.append(
+            waiting if is_last or waiting >= least <= sum(nbytes[number + 1 :]) else 0
+        )
+        waiting -= found[-1]
+    return found
+
+
+@final
 @dataclass(eq=False, slots=True)
 class PsGroup:
     """Ps with equal shares; ``into`` and ``out`` are the network of each of them."""
@@ -108,7 +165,12 @@ class SimulatedWorker:
       stock: how many batches it holds ahead.
       ready: numbers of the batches that it holds and has not begun.
       step: number of the step under way, or next.
-      missing: groups that its step waits for.
+      arrived: how many groups have sent what each piece of its step reads.
+      computed: pieces of its step that have run.
+      is_computing: a piece runs.
+      seconds: of computing of its step.
+      cost: of a message of its step to a ps.
+      queues: messages to each group that wait for those before them, or are sent.
       ended: seconds of the ends of its steps.
     """
 
@@ -120,7 +182,12 @@ class SimulatedWorker:
     stock: Stock
     ready: deque[int] = field(default_factory=deque)
     step: int = 0
-    missing: int = 0
+    arrived: Counter[int] = field(default_factory=Counter)
+    computed: int = 0
+    is_computing: bool = False
+    seconds: float = 0.0
+    cost: MessageCost = field(default_factory=partial(MessageCost, 0.0, 0.0))
+    queues: dict[PsGroup, deque[Act]] = field(default_factory=dict)
     is_asking: bool = False
     is_idle: bool = True
     is_over: bool = False
@@ -153,6 +220,7 @@ class SimulatedCluster:
       seed: of chance.
       shared: all tasks are on one host with so many cores; None: each has its own, and
         a network of its own.
+      parts: shares of the pieces of a worker's step.
 
     Attributes:
       groups: the ps; the first is a group of one, the one that decides.
@@ -167,8 +235,10 @@ class SimulatedCluster:
         computing: Computing,
         seed: int,
         shared: float | None = None,
+        parts: Sequence[Part] = (Part(),),
     ) -> None:
         self.sim, self.costs, self.computing = sim, costs, computing
+        self._parts = parts
         host = None if shared is None else SharedHost(sim, shared)
         make = partial(OwnHost, sim) if host is None else host.task
         rate = costs.link.bytes_per_s if host is None else float("inf")
@@ -215,32 +285,94 @@ class SimulatedCluster:
     def send_values(
         self, group: PsGroup, worker: SimulatedWorker, cost: MessageCost, then: Act
     ) -> None:
-        """Lets a ps send what a step reads; ``then`` when the last of all ps has."""
-        costs, nbytes = self.costs, group.share.read
-        here = partial(self._group_came, worker, then)
+        """Lets a ps send what a step reads; ``then`` when the step has computed."""
+        worker.cost = cost
+        self._send_piece(0, group, worker, then)
+
+    def _send_piece(
+        self, number: int, group: PsGroup, worker: SimulatedWorker, then: Act
+    ) -> None:
+        """Sends what a piece reads, and then what those after it do."""
+        if number == len(self._parts):
+            return
+        costs, share = self.costs, self._parts[number].read
+        onward = partial(self._send_piece, number + 1, group, worker, then)
+        here = partial(self._group_came, number, worker, then)
+        if number and not share:
+            worker.processor.run(0.0, here)
+            onward()
+            return
         each = group.weight * costs.worker_byte_s
         hears = MessageCost(group.weight * costs.worker_ps_s / 2, each)
+        says = MessageCost(costs.frame_s, worker.cost.byte_s) if number else worker.cost
         flow = self._flow(group, group.out, group.processor, worker.processor)
-        flow.begin(nbytes, cost, hears, here)
+        flow.begin(share * group.share.read, says, hears, here, onward)
 
-    def _group_came(self, worker: SimulatedWorker, then: Act) -> None:
-        worker.missing -= 1
-        if not worker.missing:
-            seconds = self.computing.draw(worker.chance, worker.number)
-            computed = partial(self.sim.later, seconds, then)
-            worker.processor.run(self.costs.worker_step_s / 2, computed)
+    def _group_came(self, number: int, worker: SimulatedWorker, then: Act) -> None:
+        worker.arrived[number] += 1
+        if number or worker.arrived[0] < len(self.groups):
+            self._compute(worker, then)
+            return
+        worker.computed, worker.is_computing = 0, True
+        worker.seconds = self.computing.draw(worker.chance, worker.number)
+        begin = partial(self._begin, worker, then)
+        worker.processor.run(self.costs.worker_step_s / 2, begin)
+
+    def _begin(self, worker: SimulatedWorker, then: Act) -> None:
+        worker.is_computing = False
+        self._compute(worker, then)
+
+    def _compute(self, worker: SimulatedWorker, then: Act) -> None:
+        """Begins the next piece of a step if all that it reads is there."""
+        number = worker.computed
+        if worker.is_computing or worker.arrived[number] < len(self.groups):
+            return
+        worker.is_computing = True
+        seconds = worker.seconds * self._parts[number].computing
+        self.sim.later(seconds, partial(self._piece_computed, worker, then))
+
+    def _piece_computed(self, worker: SimulatedWorker, then: Act) -> None:
+        number, worker.computed = worker.computed, worker.computed + 1
+        if worker.computed == len(self._parts):
+            worker.arrived.clear()
+            then()
+            return
+        if self._parts[number].written:
+            cost = MessageCost(self.costs.frame_s, worker.cost.byte_s)
+            self._push_piece(number, worker, cost, dict.fromkeys(self.groups, nothing))
+        worker.is_computing = False
+        self._compute(worker, then)
 
     def push(
         self, worker: SimulatedWorker, cost: MessageCost, came: Mapping[PsGroup, Act]
     ) -> None:
-        """Sends what a step computed; each ps takes it at this cost, and acts."""
-        costs = self.costs
-        worker.processor.run(costs.worker_step_s / 2, lambda: None)
+        """Sends what the last piece computed; each ps takes it at a cost, and acts."""
+        worker.processor.run(self.costs.worker_step_s / 2, lambda: None)
+        self._push_piece(len(self._parts) - 1, worker, cost, came)
+
+    def _push_piece(
+        self,
+        number: int,
+        worker: SimulatedWorker,
+        cost: MessageCost,
+        came: Mapping[PsGroup, Act],
+    ) -> None:
+        """Sends what a piece computed, to each ps after what was sent before."""
+        costs, share = self.costs, self._parts[number].written
         for group, act in came.items():
+            queue = worker.queues.setdefault(group, deque())
             each = group.weight * costs.worker_byte_s
             says = MessageCost(group.weight * costs.worker_ps_s / 2, each)
             flow = self._flow(group, group.into, worker.processor, group.processor)
-            flow.begin(group.share.written, says, cost, act)
+            nbytes, onward = share * group.share.written, partial(self._sent, queue)
+            queue.append(partial(flow.begin, nbytes, says, cost, act, onward))
+            if len(queue) == 1:
+                queue[0]()
+
+    def _sent(self, queue: deque[Act]) -> None:
+        queue.popleft()
+        if queue:
+            queue[0]()
 
     def _flow(
         self, group: PsGroup, pipe: Pipe, sender: Processor, receiver: Processor

@@ -255,7 +255,12 @@ class Flow:
         self._is_sending = False
 
     def begin(
-        self, nbytes: float, says: MessageCost, hears: MessageCost, then: Act
+        self,
+        nbytes: float,
+        says: MessageCost,
+        hears: MessageCost,
+        then: Act,
+        onward: Act | None = None,
     ) -> None:
         """Sends a message; ``then`` when its receiver has taken all of it.
 
@@ -264,9 +269,10 @@ class Flow:
           says: what it costs the sender.
           hears: what it costs the receiver.
           then: called once.
+          onward: called when all of it has left the network, before that.
         """
         self._part = nbytes / self._parts
-        self._hears, self._then = hears, then
+        self._hears, self._then, self._onward = hears, then, onward
         seconds = self._part * says.byte_s
         self._sender.run(says.fixed_s + seconds, self._is_ready)
         for _ in range(self._parts - 1):
@@ -289,11 +295,13 @@ class Flow:
         is_last = self._arrived == self._parts
         if is_last:
             seconds += self._hears.fixed_s
-        then = self._then if is_last else _nothing
+        then = self._then if is_last else nothing
         take = partial(self._receiver.run, seconds, then)
         self._pipe.later(self._latency_s, take)
         self._go_on()
+        if is_last and self._onward is not None:
+            self._onward()
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """What follows a part that is not the last."""

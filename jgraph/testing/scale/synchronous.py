@@ -104,7 +104,6 @@ class SynchronousRun:
         worker.step += 1
         self._slots[step] = worker.ready.popleft()
         worker.is_idle = False
-        worker.missing = len(self._cluster.groups)
         self._ask(worker)
         return step
 

@@ -10,7 +10,8 @@ import pytest
 import jgraph as jg
 from jgraph.errors import ConfigError
 from jgraph.plan.auto.cost_model import Link
-from jgraph.plan.traffic import StepTraffic
+from jgraph.plan.auto.work import Work
+from jgraph.plan.traffic import Piece, StepTraffic
 from jgraph.testing import Computing, Costs, dense_step, load_costs, simulate
 from jgraph.testing.scale.costs import MEASURED, save_costs
 
@@ -44,6 +45,27 @@ def test_a_step_of_one_worker_takes_the_sum_of_its_costs(mode: Any) -> None:
     }
     expected = 0.5 + worker + ps[mode] + 2 * nbytes / 1e9
     assert found.step_s["p50"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_values_travel_while_the_pieces_before_and_after_them_compute(
+    mode: Any,
+) -> None:
+    """Only half of what is read comes before computing, and half of the rest after."""
+    half = Piece(4_000_000, Work(flops=1e9), 4_000_000)
+    step = replace(dense_step(8_000_000), pieces=(half, half))
+    found = simulate(
+        step,
+        workers=1,
+        ps=1,
+        mode=mode,
+        steps=4,
+        computing=Computing(0.5),
+        costs=FREE,
+    )
+    assert found.step_s["p50"] == pytest.approx(0.004 + 0.5 + 0.004, rel=1e-3)
+    for way in ("to ps", "from ps"):
+        assert found.ledger[f"sent {way}"] == found.ledger[f"arrived {way}"]
 
 
 @pytest.mark.parametrize("ps", [1, 4])
