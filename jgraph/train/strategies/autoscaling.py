@@ -34,8 +34,9 @@ class RunMeter:
       >>> meter.take(Chunk(0, steps, steps, {}), ["w0"], now=0.0)
       >>> meter.take(Chunk(0, steps, steps, {}, {"input": 1.0}), ["w0"], now=2.0)
       >>> meter.sample(now=10.0, window_s=20.0)
-      >>> meter.sample(now=20.0, window_s=20.0)
-      RunSample(time_s=20.0, workers=1, batches_per_s=2.0, input_share=1.0)
+      >>> found = meter.sample(now=20.0, window_s=20.0)
+      >>> found.workers, found.batches_per_s, found.input_share
+      (1, 2.0, 1.0)
     """
 
     def __init__(self) -> None:
