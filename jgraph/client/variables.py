@@ -109,6 +109,7 @@ class VariableDirectory:
             soft_placement=self._soft_placement,
             also_for=self._platforms,
             auto=self._auto,
+            one_host=self._cluster.spec.is_on_one_host,
         )
         self.tasks.update(graph_plan.variable_tasks)
         return graph_plan

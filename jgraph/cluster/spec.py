@@ -206,6 +206,23 @@ class ClusterSpec:
         tasks = self._job(job)
         return [tasks.get(index) for index in range(max(tasks) + 1)]
 
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether all addresses have the same host.
+
+        Example:
+          >>> ClusterSpec({"ps": ["a:8470"], "worker": ["a:8471"]}).is_on_one_host
+          True
+          >>> ClusterSpec({"ps": ["a:8470"], "worker": ["b:8470"]}).is_on_one_host
+          False
+        """
+        hosts = {
+            address.lower().rpartition(":")[0]
+            for tasks in self._jobs.values()
+            for address in tasks.values()
+        }
+        return len({_LOOPBACK.get(host, host) for host in hosts}) == 1
+
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
         """Returns each job's tasks: a list if no index is missing, else a dict."""
         return {

@@ -174,6 +174,7 @@ def plan(
     soft_placement: bool = False,
     also_for: Sequence[str] = (),
     auto: AutoPlanner | None = None,
+    one_host: bool = False,
 ) -> Plan:
     """Places a graph on tasks, cuts it, and compiles it to a program.
 
@@ -191,6 +192,8 @@ def plan(
         their tasks.
       auto: places what nobody has placed, by predicted time and memory; if unset,
         that is done by bytes on the wire.
+      one_host: all tasks are on one host, where large values do not travel while
+        segments compute: what handles them wants the same cores.
 
     Raises:
       UnknownDeviceError: a device names a job or task that is not in ``tasks``, or a
@@ -233,7 +236,9 @@ def plan(
         for task in where.names
     }
     notes = *graph.notes, *lost_updates(flow, placed)
-    assembler = Assembler(cut(flow, placed, driver), driver, kinds)
+    assembler = Assembler(
+        cut(flow, placed, driver, buckets=not one_host), driver, kinds
+    )
     program = assembler.program()
     return Plan(
         graph=replace(graph, notes=notes),

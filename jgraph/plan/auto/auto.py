@@ -206,7 +206,7 @@ class _Arranging:
         placeable = with_resolved_stamps(graph, {**chosen, **known})
         flow = replace(self.flow, graph=placeable)
         driver = self.where.driver
-        clusters = cut(flow, place(flow, self.where, homes), driver)
+        clusters = cut(flow, place(flow, self.where, homes), driver, buckets=False)
         predicted = predict(clusters, driver, homes, self.planner.model)
         excess = nbytes_over(self.planner.limits, predicted.memory)
         return _Tried(assignment, graph, chosen, predicted, excess)

@@ -77,19 +77,28 @@ class Segmentation:
     awaited: Mapping[int, Sequence[Var]]
 
 
-def cut(flow: Flow, task: Mapping[int, TaskName], driver: TaskName) -> Segmentation:
+def cut(
+    flow: Flow,
+    task: Mapping[int, TaskName],
+    driver: TaskName,
+    *,
+    buckets: bool,
+) -> Segmentation:
     """Returns the clusters of a placed graph.
 
     Args:
       flow: the analyzed graph.
       task: from ``place``.
       driver: where fetches leave; what is free and fetched is made there.
+      buckets: whether segments become several, so that large values travel while they
+        compute.
     """
     links = _links(flow, task, driver)
     merged = merge(*links.quotient(links.levels()))
     together = {i: unit for unit in links.members.values() for i in unit}
     pieces = overlap(flow, merged, links.before, links.after, together)
-    pieces = in_buckets(flow, pieces, *links.crossing(), links.before, together)
+    if buckets:
+        pieces = in_buckets(flow, pieces, *links.crossing(), links.before, together)
     return links.finish(pieces)
 
 

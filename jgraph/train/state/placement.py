@@ -37,6 +37,7 @@ def plan_on(
         driver=driver,
         default=DeviceSpec.from_string(driver),
         platforms=platforms_of_jobs(tasks, cluster.platforms),
+        one_host=cluster.spec.is_on_one_host,
         variable_tasks={
             **{
                 v.key: driver

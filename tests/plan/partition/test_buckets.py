@@ -8,10 +8,19 @@ import pytest
 
 import jgraph as jg
 from jgraph.plan.partition import buckets
-from jgraph.plan.plan import Plan
+from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program.nodes import RecvNode, SegmentNode, SendNode
 from jgraph.plan.traffic import StepTraffic
-from tests.support.plans import PS, WORKERS, check_plan, nodes_of, segments_per_task
+from tests.support.plans import (
+    DRIVER,
+    PS,
+    TASKS,
+    WORKERS,
+    check_plan,
+    graph_of,
+    nodes_of,
+    segments_per_task,
+)
 
 WORKER = WORKERS[0]
 SIZE = 1100  # float32[1100, 1100] is 4.8 MB, a product of two 2.7 billion operations
@@ -35,8 +44,8 @@ def gradients(x: Any, weights: list[Any]) -> Any:
     return jax.grad(loss)([w[...] for w in weights])
 
 
-def plan_of(weights: list[Any], x: Any = X, *, norm: bool = False) -> Plan:
-    """Plans a step of a worker with the weights on a ps."""
+def step_of(weights: list[Any], *, norm: bool = False) -> Any:
+    """A step of a worker with the weights on a ps."""
 
     def step(x: Any) -> None:
         with jg.device(WORKER):
@@ -47,6 +56,11 @@ def plan_of(weights: list[Any], x: Any = X, *, norm: bool = False) -> Plan:
         for w, gradient in zip(weights, found, strict=True):
             w[...] = w[...] - gradient
 
+    return step
+
+
+def plan_of(weights: list[Any], x: Any = X, *, norm: bool = False) -> Plan:
+    step = step_of(weights, norm=norm)
     return check_plan(step, x, variables=weights, exact=False)
 
 
@@ -130,3 +144,10 @@ def test_the_traffic_of_a_plan_says_what_each_piece_takes_and_gives() -> None:
 
 def test_a_step_of_one_piece_has_none() -> None:
     assert plan_of(layers(1, 30), X[:30, :30]).traffic().pieces == ()
+
+
+def test_tasks_of_one_host_compute_in_one_piece() -> None:
+    weights = layers(3)
+    graph = graph_of(step_of(weights), X, variables=weights)
+    planned = plan(graph, tasks=TASKS, driver=DRIVER, one_host=True)
+    assert segments_per_task(planned)[WORKER] == 1
