@@ -30,7 +30,6 @@ from flax import nnx
 import jgraph as jg
 from benchmarks import machines, measure
 from benchmarks.models import vgg16
-from jgraph.cluster.spec import ClusterSpec
 from jgraph.testing import Computing, Costs, dense_step, load_costs, simulate
 from jgraph.testing.scale.simulate import Mode, Simulated
 
@@ -71,8 +70,6 @@ def speedup(figures: dict[str, Any]) -> float:
 def efficiency(figures: dict[str, Any]) -> list[float]:
     """Row 3."""
     with jg.LocalCluster(ps=1, workers=1) as cluster:
-        # As between hosts: on one host its values would not travel in pieces.
-        cluster.spec = ClusterSpec({"ps": ["a:8470"], "worker": ["b:8470"]})
         model = vgg16.Vgg16(rngs=nnx.Rngs(0))
         optimizer, strategy = optax.sgd(0.1), jg.SyncPS()
         trainer = jg.Trainer(

@@ -2,8 +2,9 @@
 
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import final
 
 from jgraph.errors import ConfigError, UnknownDeviceError
@@ -27,7 +28,7 @@ from jgraph.plan.program.program import Program
 from jgraph.plan.sharding.shard import shard
 from jgraph.plan.show import plan_picture
 from jgraph.plan.table import sharding_lines, table
-from jgraph.plan.traffic import Held, Message, StepTraffic, pieces_of
+from jgraph.plan.traffic import Held, Message, Piece, StepTraffic, pieces_of
 from jgraph.view import markup
 from jgraph.view.svg import Picture
 from jgraph.view.units import bytes_text, count_text
@@ -47,6 +48,7 @@ class Plan:
       segments: what is compiled, in the order in which it can run.
       edges: the messages of one step.
       prediction: what a step takes, where ``jg.auto`` placed it.
+      pieces: gives those of the driver's step between hosts.
     """
 
     graph: Graph
@@ -56,6 +58,9 @@ class Plan:
     segments: tuple[SegmentInfo, ...]
     edges: tuple[Edge, ...]
     prediction: Prediction | None = None
+    pieces: Callable[[], tuple[Piece, ...]] = field(
+        default=tuple, repr=False, compare=False
+    )
 
     @property
     def nbytes_per_step(self) -> int:
@@ -109,18 +114,16 @@ class Plan:
         work: dict[TaskName, Work] = {}
         for segment in self.segments:
             work[segment.task] = work.get(segment.task, Work()) + work_of(segment.body)
-        driver = self.program.driver
-        own = [work_of(s.body) for s in self.segments if s.task == driver]
         return StepTraffic(
             name=self.program.name,
-            driver=driver,
+            driver=self.program.driver,
             variables=tuple(
                 Held(v.name, self.variable_tasks[v.key], nbytes_of(v))
                 for v in self.graph.variables
             ),
             messages=tuple(Message(e.src, e.dst, e.nbytes) for e in self.edges),
             work=work,
-            pieces=pieces_of(self.program.partition(driver), own),
+            pieces=self.pieces(),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -236,9 +239,8 @@ def plan(
         for task in where.names
     }
     notes = *graph.notes, *lost_updates(flow, placed)
-    assembler = Assembler(
-        cut(flow, placed, driver, buckets=not one_host), driver, kinds
-    )
+    segmentation = partial(cut, flow, placed, driver)
+    assembler = Assembler(segmentation(buckets=not one_host), driver, kinds)
     program = assembler.program()
     return Plan(
         graph=replace(graph, notes=notes),
@@ -248,4 +250,5 @@ def plan(
         segments=tuple(assembler.segments),
         edges=tuple(assembler.edges),
         prediction=prediction,
+        pieces=lambda: pieces_of(segmentation(buckets=True), driver),
     )

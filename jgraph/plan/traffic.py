@@ -7,22 +7,16 @@ code, no values.
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
 from jgraph.errors import ConfigError
 from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
-from jgraph.plan.auto.work import Work
-from jgraph.plan.program.nodes import (
-    RecvNode,
-    SegmentNode,
-    SendNode,
-    UnpackNode,
-    ValueId,
-)
-from jgraph.plan.program.program import Partition
+from jgraph.plan.auto.work import Work, work_of
+from jgraph.plan.partition.segments import Segmentation
 
 _FORMAT = 1
 
@@ -63,36 +57,32 @@ class Piece:
     written: int
 
 
-def pieces_of(partition: Partition, work: Sequence[Work]) -> tuple[Piece, ...]:
+def pieces_of(cut: Segmentation, driver: TaskName) -> tuple[Piece, ...]:
     """Returns the pieces of a worker's step, in order; nothing if it is all one.
 
     Args:
-      partition: of the worker.
-      work: of each of its segments.
+      cut: of the step, with buckets.
+      driver: the worker.
     """
-    segments = [n for n in partition.nodes if isinstance(n, SegmentNode)]
-    if len(segments) < 2:
-        return ()
-    taker: dict[ValueId, int] = {}
-    maker: dict[ValueId, int] = {}
-    for number, segment in enumerate(segments):
-        taker |= {v: number for v in segment.inputs if v not in taker}
-        maker |= dict.fromkeys(segment.outs, number)
-    for node in partition.nodes:
-        if isinstance(node, UnpackNode):
-            taker[node.value] = min(
-                (taker[v] for v in node.outs if v in taker), default=0
-            )
-    read, written = [0] * len(segments), [0] * len(segments)
-    for node in partition.nodes:
-        if isinstance(node, RecvNode) and is_ps(node.src):
-            first = min((taker[v] for v in node.outs if v in taker), default=0)
-            read[first] += sum(partition.values[v].nbytes for v in node.outs)
-        elif isinstance(node, SendNode) and is_ps(node.dst):
-            makers = [maker[v] for v in node.values if v in maker]
-            last = max(makers, default=len(segments) - 1)
-            written[last] += sum(partition.values[v].nbytes for v in node.values)
-    return tuple(map(Piece, read, work, written))
+    flow, clusters = cut.flow, cut.clusters
+    home = {root: n for n, cluster in enumerate(clusters) for root in cluster.roots}
+    read, written = Counter[int](), Counter[int]()
+    for value, users in cut.users.items():
+        maker = home.get(flow.producer.get(value, -1))
+        if maker is None:
+            continue
+        nbytes = flow.type_of(value).nbytes
+        if is_ps(clusters[maker].task):
+            first = next((u for u in users if clusters[u].task == driver), maker)
+            read[first] += nbytes
+        elif any(is_ps(clusters[user].task) for user in users):
+            written[maker] += nbytes
+    pieces = tuple(
+        Piece(read[n], work_of([flow.ops[i].equation for i in cluster.ops]), written[n])
+        for n, cluster in enumerate(clusters)
+        if cluster.task == driver and cluster.kind == "segment"
+    )
+    return pieces if len(pieces) > 1 else ()
 
 
 @final
@@ -106,7 +96,7 @@ class StepTraffic:
       variables: those that the step uses.
       messages: in the order of the plan.
       work: of each task.
-      pieces: of the worker's step, if values travel while it computes.
+      pieces: of the worker's step between hosts, if values travel while it computes.
 
     Example:
       >>> ps, worker = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")

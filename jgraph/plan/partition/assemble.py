@@ -215,15 +215,18 @@ class Assembler:
         self._send(self.driver, used)
 
     def _send(self, src: TaskName, values: list[Var]) -> None:
-        """Sends values to the other tasks that need them, one message per task or more.
+        """Sends values to the other tasks that need them, one message per task.
 
-        What lies in a pack travels in one message.
+        Or several, in buckets; what lies in a pack travels in one.
         """
         needs: dict[TaskName, list[Var]] = {}
         for var in dict.fromkeys(values):
             for task in sorted(self._packing.takers(var) - {src}):
                 needs.setdefault(task, []).append(var)
         for dst in sorted(needs):
+            if not self.cut.buckets:
+                self._message(src, dst, needs[dst])
+                continue
             packs = self._packing.packs_of(needs[dst])
             alone = [v for v in needs[dst] if v not in self._packing.packs]
             parts: list[Pack] = [*packs, *((v,) for v in alone)]

@@ -12,6 +12,7 @@ Training", 2020, section 3.2.3, for gradients; Y. Peng et al., "A Generic Commun
 Scheduler for Distributed DNN Training Acceleration", 2019, for parameters.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar, final
@@ -82,10 +83,10 @@ def in_buckets(
       together: per root those that stay in one piece with it.
     """
     found: list[Roots] = []
+    cutter = _Cutter(flow, before, together)
     for task, kind, roots in clusters:
         pieces = [roots]
         if kind == "segment":
-            cutter = _Cutter(flow, before, together)
             writes = any(flow.ops[i].writes for i in roots)
             first = [roots] if writes else _cut(cutter, roots, arriving)
             pieces = [piece for part in first for piece in _cut(cutter, part, leaving)]
@@ -113,14 +114,11 @@ def message_groups(
       >>> message_groups("bac", {"a": 9 << 20, "b": 5 << 20, "c": 1}.get, "abc".find)
       [['a'], ['b', 'c']]
     """
-    taken = sorted(set(map(first, values)))
-    if len(taken) < 2 or sum(map(nbytes, values)) < 2 * LEAST_OF_ONE:
-        return [list(values)]
     groups: list[list[_Value]] = [[]]
-    for position in taken:
+    for _, taken in itertools.groupby(sorted(values, key=first), key=first):
         if sum(map(nbytes, groups[-1])) >= LEAST_OF_ONE:
             groups.append([])
-        groups[-1] += [v for v in values if first(v) == position]
+        groups[-1] += taken
     if len(groups) > 1 and sum(map(nbytes, groups[-1])) < LEAST_OF_ONE:
         last = groups.pop()
         groups[-1] += last
@@ -181,8 +179,6 @@ def _cut(cutter: _Cutter, roots: set[int], crossing: Crossing) -> list[set[int]]
             remaining -= piece
             remaining_work -= piece_work
             piece, nbytes, piece_work = set(), 0, 0.0
-            more = cutter.with_needs(index, piece, remaining)
-            added = sum(nbytes_of.get(i, 0) for i in more)
         piece |= more
         nbytes += added
         piece_work += cutter.work(more)

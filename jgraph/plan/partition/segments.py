@@ -69,12 +69,14 @@ class Segmentation:
       clusters: in topological order.
       users: positions of the clusters that take each value from outside.
       awaited: values that an op must wait for and does not take, see ``id_checks``.
+      buckets: large values travel in several messages, in the order of their users.
     """
 
     flow: Flow
     clusters: tuple[SegmentGroup, ...]
     users: Mapping[Var, tuple[int, ...]]
     awaited: Mapping[int, Sequence[Var]]
+    buckets: bool
 
 
 def cut(
@@ -99,7 +101,7 @@ def cut(
     pieces = overlap(flow, merged, links.before, links.after, together)
     if buckets:
         pieces = in_buckets(flow, pieces, *links.crossing(), links.before, together)
-    return links.finish(pieces)
+    return links.finish(pieces, buckets=buckets)
 
 
 def _links(flow: Flow, task: Mapping[int, TaskName], driver: TaskName) -> "_Links":
@@ -459,7 +461,9 @@ class _Links:
         index = self.flow.producer.get(value, -1)
         return self.task[index] if index in self.after else self.driver
 
-    def finish(self, merged: list[tuple[TaskName, Kind, set[int]]]) -> Segmentation:
+    def finish(
+        self, merged: list[tuple[TaskName, Kind, set[int]]], *, buckets: bool
+    ) -> Segmentation:
         """Returns the cut, with the clusters in an order in which they can run."""
         home = {i: n for n, (_, _, ops) in enumerate(merged) for i in ops}
         before: dict[int, set[int]] = {n: set() for n in range(len(merged))}
@@ -475,7 +479,9 @@ class _Links:
             ops = tuple(sorted(roots | self.copies(roots)))
             clusters.append(SegmentGroup(where, kind, ops, frozenset(roots)))
         home = {i: rank[n] for i, n in home.items()}
-        return Segmentation(self.flow, tuple(clusters), self._users(home), self.awaited)
+        return Segmentation(
+            self.flow, tuple(clusters), self._users(home), self.awaited, buckets
+        )
 
     def _users(self, home: dict[int, int]) -> dict[Var, tuple[int, ...]]:
         users: dict[Var, set[int]] = {}

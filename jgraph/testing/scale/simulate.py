@@ -17,7 +17,7 @@ from jgraph.plan.auto.work import Work
 from jgraph.plan.plan import Plan
 from jgraph.plan.traffic import Held, Message, StepTraffic
 from jgraph.testing.scale.asynchronous import AsynchronousRun
-from jgraph.testing.scale.cluster import SimulatedCluster, parts_of, shares_of
+from jgraph.testing.scale.cluster import Part, SimulatedCluster, parts_of, shares_of
 from jgraph.testing.scale.computing import Computing
 from jgraph.testing.scale.costs import Costs, load_costs
 from jgraph.testing.scale.synchronous import SynchronousRun
@@ -153,7 +153,8 @@ def simulate(
     if cores is not None:
         tasks = workers + len(shares)
         costs = costs.crowded(mode, min(1.0, max(0.0, tasks - cores) / cores))
-    parts = parts_of(step, costs, len(shares))
+    # Tasks of one host compute in one piece, as they are planned.
+    parts = [Part()] if cores is not None else parts_of(step, costs, len(shares))
     cluster = SimulatedCluster(
         sim, costs, shares, workers, computing, seed, cores, parts
     )
