@@ -2,7 +2,7 @@
 
 import inspect
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,6 +66,30 @@ def check_platforms(platforms: Sequence[str]) -> None:
                 f"platforms is {platforms!r}; give a list of {', '.join(known)}, for "
                 "example platforms=('cpu', 'cuda')"
             )
+
+
+def check_sources(allowed: object) -> tuple[str, ...]:
+    """Returns the patterns of functions that data may come from.
+
+    Raises:
+      ConfigError: they are no list of texts.
+
+    Example:
+      >>> check_sources("mine.data:*")
+      Traceback (most recent call last):
+      jgraph.errors.ConfigError: JG-124 allow_sources is 'mine.data:*'; write a list of
+      patterns of functions, for example allow_sources=["package.data:*"]
+    """
+    patterns: tuple[object, ...] | None = None
+    if isinstance(allowed, Iterable) and not isinstance(allowed, str | bytes):
+        patterns = tuple(allowed)
+    texts = tuple(each for each in patterns or () if isinstance(each, str))
+    if patterns is None or len(texts) < len(patterns):
+        raise ConfigError(
+            f"allow_sources is {allowed!r:.60}; write a list of patterns of functions, "
+            'for example allow_sources=["package.data:*"]'
+        )
+    return texts
 
 
 def check_seconds(name: str, seconds: object) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Final, final
 from jgraph.client.cluster import Cluster, open_cluster
 from jgraph.clock import Clock, SystemClock
 from jgraph.cluster import event_loop
+from jgraph.cluster.options import check_sources
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
 from jgraph.errors import ConfigError, RescaleError, StartError
@@ -392,7 +393,7 @@ class RayCluster(Cluster):
         self._spares = [task for task in with_spares if task not in tasks]
         self._restarts, self._env = restarts, check_environment(env)
         self._way: TransportChoice = transport
-        self._allow_sources = tuple(allow_sources)
+        self._allow_sources = check_sources(allow_sources)
         clock = clock or SystemClock()
         deadline = clock.now() + timeout_s
         self._actors = RayActors(tasks, resources or {}, spread=spread)
@@ -409,7 +410,7 @@ class RayCluster(Cluster):
                     self._actors.log_of(task),
                     task.startswith(("/job:ps/", "/job:evaluator/")),
                     transport,
-                    tuple(allow_sources),
+                    self._allow_sources,
                 )
                 for task in tasks
             ]

@@ -17,6 +17,7 @@ from jgraph.cluster import event_loop
 from jgraph.cluster.in_process import add_service, remove_service
 from jgraph.cluster.log_tail import log_tail
 from jgraph.cluster.methods import ROLES
+from jgraph.cluster.options import check_sources
 from jgraph.cluster.signals import wait_signalled
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import (
@@ -286,8 +287,8 @@ class Server:
 
     Raises:
       CertificateError, RoleError: the certificates cannot be used, or are another's.
-      ConfigError: ``transport`` or ``data_port`` is something else, or which task this
-        is was not told.
+      ConfigError: ``transport``, ``data_port`` or ``allow_sources`` is something else,
+        or which task this is was not told.
       InsecureError: ``bind`` is not loopback, and there is no ``tls``.
       PortInUseError: the task's port is taken.
       TokenError: the token cannot be read or made.
@@ -325,6 +326,7 @@ class Server:
         check_transport(transport)
         bound_data_port(transport, data_port)
         check_data_encryption(data_encryption)
+        self._allow_sources = check_sources(allow_sources)
         if tls is None and not insecure_i_accept:
             _check_bind(bind)
         self.cluster = ClusterSpec(cluster, port_zero=True)
@@ -336,7 +338,6 @@ class Server:
         self._data_encryption: DataEncryption = data_encryption
         self._tls = as_tls(tls, self.task)
         self._token = find_token(token_file, certificates_of(self._tls))
-        self._allow_sources = tuple(allow_sources)
         self._max_request_bytes = max_request_bytes
         self._overdue_s = overdue_s
         self._incarnation = incarnation

@@ -13,6 +13,7 @@ from jgraph.clock import Clock, SystemClock
 from jgraph.cluster import event_loop
 from jgraph.cluster.deadlines import DRAIN_S
 from jgraph.cluster.events import Event
+from jgraph.cluster.options import check_sources
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
 from jgraph.cluster.wait_message import show_wait
 from jgraph.coordination.liveness.freezes import FROZEN_S
@@ -110,6 +111,7 @@ class LocalCluster(Cluster):
         check_transport(transport)
         counts = counts_of(ps, workers, evaluators, jobs)
         variables = check_environment(env)
+        sources = check_sources(allow_sources)
         check_restarts(restarts)
         check_frozen_s(frozen_s)
         clock = clock or SystemClock()
@@ -137,7 +139,7 @@ class LocalCluster(Cluster):
                 self._processes = TaskProcesses(
                     *(counts, self._directory, environment, transport, timeout_s),
                     tls_directory=self._certificates,
-                    allow_sources=allow_sources,
+                    allow_sources=sources,
                     restarts=restarts,
                     frozen_s=frozen_s,
                     clock=clock,

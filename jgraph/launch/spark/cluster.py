@@ -10,7 +10,7 @@ from jgraph.client.cluster import Cluster, open_cluster
 from jgraph.clock import Clock, SystemClock
 from jgraph.cluster import event_loop
 from jgraph.cluster.events import Event
-from jgraph.cluster.options import check_seconds
+from jgraph.cluster.options import check_seconds, check_sources
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
 from jgraph.coordination.liveness.freezes import FROZEN_S
@@ -104,6 +104,7 @@ class SparkCluster(Cluster):
         check_transport(transport)
         counts = counts_of(ps, workers, evaluators, jobs)
         environment = check_environment(env)
+        sources = check_sources(allow_sources)
         check_python(python)
         check_restarts(restarts)
         check_seconds("timeout_s", timeout_s)
@@ -122,9 +123,7 @@ class SparkCluster(Cluster):
             }
             write_certificates(directory, files)
             token = Token.read(directory / NAME)
-            order = SparkOrder(
-                authority, token.value, transport, tuple(allow_sources), FROZEN_S
-            )
+            order = SparkOrder(authority, token.value, transport, sources, FROZEN_S)
             self._processes = SparkProcesses(
                 *(application, tasks, directory, order, environment),
                 python=python,

@@ -30,6 +30,7 @@ from jgraph.graph.device import device
 from jgraph.graph.ir import TaskName
 from jgraph.graph.variable import Variable
 from jgraph.launch.local.cluster import LocalCluster
+from jgraph.launch.ray_cluster import RayCluster
 from jgraph.server.server import Server
 from tests.support.counted_loops import requests
 from tests.support.waiting import wait_until
@@ -200,12 +201,28 @@ def test_cluster_of_nothing_is_refused() -> None:
         ({"env": {"A": 1}}, 'JG-124 env has \'A\': 1; write texts: env={"A": "1"}'),
         ({"env": "A=1"}, "env is 'A=1'; write variables and their values"),
         ({"env": {"A=": "1"}}, "env has 'A=': '1', which cannot be"),
+        ({"allow_sources": 3}, "JG-124 allow_sources is 3; write a list of patterns"),
+        ({"allow_sources": "mine:*"}, "allow_sources is 'mine:*'; write a list"),
+        ({"allow_sources": [3]}, "allow_sources is [3]; write a list of patterns"),
         ({"jobs": ["spare"]}, "jobs is ['spare']; write how many tasks"),
     ],
 )
-def test_what_is_no_job_or_variable_is_refused(options: Any, complaint: str) -> None:
+def test_what_is_no_job_variable_or_source_is_refused(
+    options: Any, complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(complaint)):
         LocalCluster(ps=1, workers=1, **options)
+
+
+def test_what_is_no_list_of_sources_is_refused_by_servers_and_by_ray() -> None:
+    """Before anything is begun; one text is no list of its letters."""
+    wrong: Any = "tests"
+    for of in (
+        lambda: Server({"ps": ["localhost:0"]}, "ps", 0, allow_sources=wrong),
+        lambda: RayCluster(ps=1, workers=1, allow_sources=wrong),
+    ):
+        with pytest.raises(ConfigError, match="allow_sources is 'tests'; write a list"):
+            of()
 
 
 def test_counts_that_are_no_whole_numbers_are_refused() -> None:
