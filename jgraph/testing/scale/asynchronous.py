@@ -14,7 +14,7 @@ from jgraph.testing.scale.cluster import (
     SimulatedCluster,
     SimulatedWorker,
 )
-from jgraph.testing.scale.queues import MessageCost, OwnHost
+from jgraph.testing.scale.queues import OwnHost
 
 
 @final
@@ -137,10 +137,9 @@ class AsynchronousRun:
                 cluster.post(group.processor, costs.frame_s, there)
 
     def _let_in(self, group: PsGroup, step: Step) -> None:
-        worker, costs = self._workers[step[0]], self._costs
-        cost = MessageCost(costs.push_s / 2, costs.push_byte_s)
+        worker = self._workers[step[0]]
         computed = partial(self._computed, worker, step)
-        self._cluster.send_values(group, worker, cost, computed)
+        self._cluster.send_values(group, worker, computed)
 
     def _computed(self, worker: SimulatedWorker, step: Step) -> None:
         worker.done += 1
@@ -148,10 +147,9 @@ class AsynchronousRun:
         worker.is_idle = True
         # The next step's start travels with this one's values.
         following = self._begin(worker) if worker.ready else None
-        cost = MessageCost(self._costs.push_s / 2, self._costs.push_byte_s)
         groups = self._cluster.groups
         came = {group: partial(self._came, group, step, following) for group in groups}
-        self._cluster.push(worker, cost, came)
+        self._cluster.push(worker, came)
         self._ask(worker)
 
     def _came(self, group: PsGroup, step: Step, following: Step | None) -> None:

@@ -169,7 +169,6 @@ class SimulatedWorker:
       computed: pieces of its step that have run.
       is_computing: a piece runs.
       seconds: of computing of its step.
-      cost: of a message of its step to a ps.
       queues: messages to each group that wait for those before them, or are sent.
       ended: seconds of the ends of its steps.
     """
@@ -186,7 +185,6 @@ class SimulatedWorker:
     computed: int = 0
     is_computing: bool = False
     seconds: float = 0.0
-    cost: MessageCost = field(default_factory=partial(MessageCost, 0.0, 0.0))
     queues: dict[PsGroup, deque[Act]] = field(default_factory=dict)
     is_asking: bool = False
     is_idle: bool = True
@@ -217,6 +215,7 @@ class SimulatedCluster:
       shares: of each ps; the first one decides.
       workers: how many.
       computing: their times.
+      message: what one of a step costs a ps; those of its other pieces cost a frame.
       seed: of chance.
       shared: all tasks are on one host with so many cores; None: each has its own, and
         a network of its own.
@@ -233,12 +232,14 @@ class SimulatedCluster:
         shares: Sequence[Share],
         workers: int,
         computing: Computing,
+        message: MessageCost,
         seed: int,
         shared: float | None = None,
         parts: Sequence[Part] = (Part(),),
     ) -> None:
         self.sim, self.costs, self.computing = sim, costs, computing
-        self._parts = parts
+        self._parts, self._message = parts, message
+        self._further = MessageCost(costs.frame_s, message.byte_s)
         host = None if shared is None else SharedHost(sim, shared)
         make = partial(OwnHost, sim) if host is None else host.task
         rate = costs.link.bytes_per_s if host is None else float("inf")
@@ -282,11 +283,8 @@ class SimulatedCluster:
 
     # ------------------------------------------------------------ steps of workers
 
-    def send_values(
-        self, group: PsGroup, worker: SimulatedWorker, cost: MessageCost, then: Act
-    ) -> None:
+    def send_values(self, group: PsGroup, worker: SimulatedWorker, then: Act) -> None:
         """Lets a ps send what a step reads; ``then`` when the step has computed."""
-        worker.cost = cost
         self._send_piece(0, group, worker, then)
 
     def _send_piece(
@@ -304,7 +302,7 @@ class SimulatedCluster:
             return
         each = group.weight * costs.worker_byte_s
         hears = MessageCost(group.weight * costs.worker_ps_s / 2, each)
-        says = MessageCost(costs.frame_s, worker.cost.byte_s) if number else worker.cost
+        says = self._further if number else self._message
         flow = self._flow(group, group.out, group.processor, worker.processor)
         flow.begin(share * group.share.read, says, hears, here, onward)
 
@@ -338,17 +336,15 @@ class SimulatedCluster:
             then()
             return
         if self._parts[number].written:
-            cost = MessageCost(self.costs.frame_s, worker.cost.byte_s)
-            self._push_piece(number, worker, cost, dict.fromkeys(self.groups, nothing))
+            came = dict.fromkeys(self.groups, nothing)
+            self._push_piece(number, worker, self._further, came)
         worker.is_computing = False
         self._compute(worker, then)
 
-    def push(
-        self, worker: SimulatedWorker, cost: MessageCost, came: Mapping[PsGroup, Act]
-    ) -> None:
-        """Sends what the last piece computed; each ps takes it at a cost, and acts."""
+    def push(self, worker: SimulatedWorker, came: Mapping[PsGroup, Act]) -> None:
+        """Sends what the last piece computed; each ps takes it, and acts."""
         worker.processor.run(self.costs.worker_step_s / 2, lambda: None)
-        self._push_piece(len(self._parts) - 1, worker, cost, came)
+        self._push_piece(len(self._parts) - 1, worker, self._message, came)
 
     def _push_piece(
         self,

@@ -14,6 +14,7 @@ from typing import Any, Final, final
 
 from jgraph.errors import ConfigError
 from jgraph.plan.auto.cost_model import Link, TaskSpeed
+from jgraph.testing.scale.queues import MessageCost
 
 _FORMAT: Final = 1
 MEASURED: Final = pathlib.Path(__file__).with_name("cost_model.json")
@@ -133,6 +134,12 @@ class Costs:
             if "crowd" not in name and "event" not in name
         }
         return replace(self, **changed)
+
+    def message(self, mode: str) -> MessageCost:
+        """Returns what a message of a step costs a ps: half a step, and its bytes."""
+        if mode == "sync":
+            return MessageCost(self.contribution_s / 2, self.contribution_byte_s)
+        return MessageCost(self.push_s / 2, self.push_byte_s)
 
     def __str__(self) -> str:
         lines = [

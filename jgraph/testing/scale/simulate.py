@@ -155,8 +155,9 @@ def simulate(
         costs = costs.crowded(mode, min(1.0, max(0.0, tasks - cores) / cores))
     # Tasks of one host compute in one piece, as they are planned.
     parts = [Part()] if cores is not None else parts_of(step, costs, len(shares))
+    message = costs.message(mode)
     cluster = SimulatedCluster(
-        sim, costs, shares, workers, computing, seed, cores, parts
+        sim, costs, shares, workers, computing, message, seed, cores, parts
     )
     if mode == "sync":
         return _synchronous(cluster, steps, workers - backup_workers, notes)

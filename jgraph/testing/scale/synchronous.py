@@ -16,7 +16,7 @@ from jgraph.testing.scale.cluster import (
     SimulatedCluster,
     SimulatedWorker,
 )
-from jgraph.testing.scale.queues import Act, MessageCost
+from jgraph.testing.scale.queues import Act
 
 _ASK_AGAIN_S: Final = 0.05
 
@@ -110,10 +110,9 @@ class SynchronousRun:
     # ------------------------------------------------------------ steps
 
     def _let_in(self, group: PsGroup, step: aggregation.Step) -> None:
-        worker, costs = self._workers[step[0]], self._costs
-        cost = MessageCost(costs.contribution_s / 2, costs.contribution_byte_s)
+        worker = self._workers[step[0]]
         computed = partial(self._computed, worker, step)
-        self._cluster.send_values(group, worker, cost, computed)
+        self._cluster.send_values(group, worker, computed)
 
     def _computed(self, worker: SimulatedWorker, step: aggregation.Step) -> None:
         worker.done += 1
@@ -126,11 +125,9 @@ class SynchronousRun:
             events.append(sync_gate.StepAsked(self._begin(worker)))
         else:
             self._ask(worker)
-        costs = self._costs
-        cost = MessageCost(costs.contribution_s / 2, costs.contribution_byte_s)
         groups = self._cluster.groups
         came = {group: partial(self._gate, group, *events) for group in groups}
-        self._cluster.push(worker, cost, came)
+        self._cluster.push(worker, came)
 
     # ------------------------------------------------------------ gates
 
