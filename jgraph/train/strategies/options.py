@@ -1,5 +1,6 @@
 """AsyncPS and SyncPS: options of parameter-server training."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, final, get_args
 
@@ -309,13 +310,9 @@ def _check_collectives(strategy: SyncPS) -> None:
             "XLA's collectives is of all workers",
         ),
     }
-    for option, (is_set, why) in reasons.items():
-        if is_set:
-            value = getattr(strategy, option)
-            raise ConfigError(
-                f"SyncPS(dense='xla') with {option}={value!r:.40}: {why}; leave out "
-                f"{option}=, or write dense='workers'"
-            )
+    _refuse_set(
+        strategy, "SyncPS(dense='xla')", reasons, ", or write dense='workers'"
+    )
 
 
 def check_private(strategy: SyncPS, name: str) -> None:
@@ -359,12 +356,28 @@ def check_private(strategy: SyncPS, name: str) -> None:
             "what the noise is made of would be kept beside gradients without noise",
         ),
     }
+    _refuse_set(strategy, f"{name}(privacy=…)", reasons)
+
+
+def _refuse_set(
+    strategy: SyncPS, what: str, reasons: Mapping[str, tuple[bool, str]], but: str = ""
+) -> None:
+    """Refuses the first option that is set, and cannot be beside something else.
+
+    Args:
+      strategy: with the options.
+      what: does not go with them, as the user wrote it.
+      reasons: by option whether it is set, and why it must not be.
+      but: what to write else than to leave it out.
+
+    Raises:
+      ConfigError: names the option, and why.
+    """
     for option, (is_set, why) in reasons.items():
         if is_set:
             value = getattr(strategy, option)
             raise ConfigError(
-                f"{name}(privacy=…) with {option}={value!r:.40}: {why}; leave out "
-                f"{option}="
+                f"{what} with {option}={value!r:.40}: {why}; leave out {option}={but}"
             )
 
 
