@@ -41,7 +41,7 @@ from jgraph.runtime.task import TaskRuntime, by_name
 from jgraph.server.call_counts import CallCounts
 from jgraph.server.flight_service import FlightService, recorder_rows
 from jgraph.server.gates.gates import Gates
-from jgraph.server.gates.group_sums import GroupHost
+from jgraph.server.gates.group_host import GroupHost
 from jgraph.server.host_room import DiskLooks, memory_free
 from jgraph.server.loops.dealer import Dealers
 from jgraph.server.loops.task_loops import TaskLoops

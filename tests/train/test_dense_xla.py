@@ -13,7 +13,7 @@ from flax import nnx
 import jgraph as jg
 from jgraph.client.cluster import Cluster
 from jgraph.errors import ConfigError, InsecureError
-from jgraph.server.gates import group_child, group_sums
+from jgraph.server.gates import group_child, group_host
 from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.support.models import NnxNorm, data, nnx_loss
@@ -203,7 +203,7 @@ def test_what_collectives_cannot_do_is_refused_in_words(
 def test_a_fit_whose_children_would_listen_beyond_this_machine_is_refused(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_sums, "is_loopback", lambda host: False)
+    monkeypatch.setattr(group_host, "is_loopback", lambda host: False)
     there = trainer(cluster, SyncPS(dense="xla"))
     there.plan(data(), BATCH)
     values = there.current_values()

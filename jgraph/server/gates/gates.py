@@ -4,7 +4,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Final, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, final
 
 from jgraph.clock import Clock, SystemClock
 from jgraph.coordination.sync.admission import Admission, LetIn, StepAsked, StepEnded
@@ -18,16 +18,15 @@ from jgraph.rpc.status import from_status, to_status
 from jgraph.rpc.transport import Tensor, Transport
 from jgraph.runtime.gate import Gate
 from jgraph.runtime.rendezvous import StepKey
-from jgraph.server.gates.group_sums import (
-    CallLater,
-    GroupHost,
-    GroupSums,
-    Timer,
-)
+from jgraph.server.gates.group_host import GroupHost
 from jgraph.server.gates.stale_gate import StaleGate
 from jgraph.server.gates.step_columns import check_lengths, columns_of, steps_of
 from jgraph.server.gates.sync_gate import SyncGateShell
+from jgraph.server.gates.timers import CallLater, Timer
 from jgraph.server.gates.waits import Waits
+
+if TYPE_CHECKING:
+    from jgraph.server.gates.group_sums import GroupSums
 
 OnContributed: TypeAlias = Callable[[Contributed], None]
 _OLDEST: Final = 64
@@ -117,11 +116,14 @@ class Gates:
             waits=Waits(self._clock),
         )
 
-    def _sums(self, order: pb.OpenGate) -> GroupSums | None:
+    def _sums(self, order: pb.OpenGate) -> "GroupSums | None":
         """Returns the part of this task in the sums of a gate; None: it has none."""
         members = [part.task for part in order.group.parts]
         if self._groups is None or self._task not in members:
             return None
+        # Not with the server: 8 ms of its start, for what few runs need.
+        from jgraph.server.gates.group_sums import GroupSums
+
         name = order.gate
 
         def post(dst: TaskName, news: pb.GroupNews, tensors: Sequence[Tensor]) -> None:

@@ -7,24 +7,16 @@ in parts of the workers that own them, and leaves the mean of the own part.
 
 import logging
 import socket
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
-from jgraph.cluster.events import EventLog
 from jgraph.cluster.transport_choice import is_loopback
 from jgraph.coordination.sync import group, group_member as member
-from jgraph.errors import (
-    ConfigError,
-    InsecureError,
-    MalformedMessageError,
-    UnknownDeviceError,
-)
+from jgraph.errors import MalformedMessageError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.accumulate import mean
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -32,7 +24,8 @@ from jgraph.rpc.shared_memory.memory_files import MemoryFile
 from jgraph.runtime.gate import Contribution, Key
 from jgraph.runtime.group_child import Layout, stamp
 from jgraph.server.gates.group_child import GroupChild
-from jgraph.server.task_context import TaskContext
+from jgraph.server.gates.group_host import GroupHost
+from jgraph.server.gates.timers import CallLater, Timer
 
 _LOG = logging.getLogger("jgraph.group")
 
@@ -45,74 +38,6 @@ _Array: TypeAlias = np.ndarray[Any, Any]
 
 Post: TypeAlias = Callable[[TaskName, pb.GroupNews, Sequence[_Array]], None]
 """Sends a member what is new."""
-
-
-class Timer(Protocol):
-    """What waits for its time, as a ``TimerHandle`` of asyncio."""
-
-    def cancel(self) -> None:
-        """Ends it."""
-
-
-CallLater: TypeAlias = Callable[[float, Callable[[], None]], Timer]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class GroupHost:
-    """What groups need of their task.
-
-    Args:
-      context: says where tasks are, and whether strangers may listen.
-      events: of the task.
-    """
-
-    context: TaskContext
-    events: EventLog
-
-    def check(self, order: pb.CollectiveGroup) -> None:
-        """Refuses a group that has to be none here.
-
-        Args:
-          order: says who is in it.
-
-        Raises:
-          ConfigError: this system cannot lend memory to a child.
-          InsecureError: others would read, and could change, what is summed.
-          UnknownDeviceError: a member is no task of the cluster, or cannot be dialled.
-        """
-        if sys.platform != "linux":
-            raise ConfigError(
-                "SyncPS(dense='xla') lends memory to child processes, which needs "
-                "Linux; write dense='workers'"
-            )
-        for part in order.parts:
-            host = self.host(TaskName(part.task))
-            if not (is_loopback(host) or self.context.insecure_i_accept):
-                task = self.context.task
-                raise InsecureError(
-                    f"SyncPS(dense='xla'): XLA's collectives travel without "
-                    f"encryption and ask nobody who he is, and {part.task} is at "
-                    f"'{host}', beyond this machine; write dense='workers', which is "
-                    f"encrypted, or, in a network that is yours alone, start {task} "
-                    "and all other workers with --insecure-i-accept",
-                    task=task,
-                )
-
-    def host(self, task: TaskName) -> str:
-        """Returns where others reach a task.
-
-        Raises:
-          UnknownDeviceError: they do not.
-        """
-        address = self.context.addresses.get(task, "")
-        if not address:
-            raise UnknownDeviceError(
-                f"SyncPS(dense='xla'): nobody knows where {task} listens, and workers "
-                "dial each other's children; write dense='workers'",
-                task=task,
-            )
-        return address.rpartition(":")[0]
 
 
 @final

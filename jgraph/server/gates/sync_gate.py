@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from jgraph.clock import SystemClock
 from jgraph.coordination.sync.sync_gate import (
@@ -30,8 +30,11 @@ from jgraph.coordination.sync.sync_gate import (
 from jgraph.errors import InternalError, JGError
 from jgraph.runtime.gate import Contribution
 from jgraph.runtime.rendezvous import StepKey
-from jgraph.server.gates.group_sums import CallLater, GroupSums, Timer
+from jgraph.server.gates.timers import CallLater, Timer
 from jgraph.server.gates.waits import Waits
+
+if TYPE_CHECKING:
+    from jgraph.server.gates.group_sums import GroupSums
 
 
 @final
@@ -53,7 +56,7 @@ class SyncGateShell:
         tell: Callable[[Tell], None],
         call_later: CallLater,
         waits: Waits | None = None,
-        sums: GroupSums | None = None,
+        sums: "GroupSums | None" = None,
     ) -> None:
         self.waits = waits or Waits(SystemClock())
         self.sums = sums

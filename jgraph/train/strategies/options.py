@@ -310,9 +310,7 @@ def _check_collectives(strategy: SyncPS) -> None:
             "XLA's collectives is of all workers",
         ),
     }
-    _refuse_set(
-        strategy, "SyncPS(dense='xla')", reasons, ", or write dense='workers'"
-    )
+    _refuse_set(strategy, "SyncPS(dense='xla')", reasons, ", or write dense='workers'")
 
 
 def check_private(strategy: SyncPS, name: str) -> None:

@@ -16,7 +16,8 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.gate import Gate
 from jgraph.server.gates.gates import Gates
-from jgraph.server.gates.group_sums import GroupHost, GroupSums
+from jgraph.server.gates.group_host import GroupHost
+from jgraph.server.gates.group_sums import GroupSums
 from jgraph.server.gates.sync_gate import SyncGateShell
 from jgraph.server.task_context import TaskContext
 from jgraph.testing.in_process_transport import InProcessNetwork
