@@ -73,12 +73,11 @@ class GroupSums:
         self._task = host.context.task
         self._members = [TaskName(part.task) for part in order.parts]
         self._parts = [_places(container, p.variables, p.elements) for p in order.parts]
-        self._own = self._parts[self._members.index(self._task)]
         self._rank = self._members.index(self._task)
-        self._sizes = [sum(part.elements) for part in order.parts]
+        self._elements = max(sum(part.elements) for part in order.parts)
         self._start_s = START_SHARE * order.limit_s
         self._sum_s = SUM_SHARE * order.limit_s
-        self._layout = Layout(len(self._members), max(self._sizes))
+        self._layout = Layout(len(self._members), self._elements)
         self._memory = MemoryFile(self._layout.nbytes, b"")
         self._rows, self._mean = self._layout.rows(self._memory.data)
         self._came: defaultdict[int, dict[TaskName, _Array]] = defaultdict(dict)
@@ -144,17 +143,17 @@ class GroupSums:
         others = {key: mean([each[key] for each in chosen]) for key in chosen[0]}
         own = {
             key: self._mean[place].reshape(self._shapes[key])
-            for key, place in self._own.items()
+            for key, place in self._parts[self._rank].items()
         }
         return {**others, **own}
 
     def received(
         self, src: TaskName, news: pb.GroupNews, tensors: Sequence[Any]
     ) -> None:
-        """Takes what a member tells.
+        """Takes what a member tells; what others do is nothing to it.
 
         Raises:
-          MalformedMessageError: it is no member, or has no say in that.
+          MalformedMessageError: a part is not of its size.
         """
         if src not in self._members or self._is_closed:
             return
@@ -185,8 +184,6 @@ class GroupSums:
             case "ready":
                 self._lead(group.MemberReady(src, news.epoch, news.version))
             case "failed":
-                why = f"{src}: {news.why}"
-                _LOG.warning("the children of epoch %d are ended: %s", news.epoch, why)
                 self._lead(group.MemberFailed(src, news.epoch, news.why))
 
     def _lead(self, event: group.Event) -> None:
@@ -210,7 +207,7 @@ class GroupSums:
                     text = f"broke {group.ATTEMPTS} times, at last as {why}; from now "
                     text += "on gradients go as messages, as with dense='workers'"
                     self._note("fell back", text, None)
-                    self._say_all(pb.GroupNews(what="gave up", why=why))
+                    self._say_all(pb.GroupNews(what="gave up"))
 
     def _note(self, kind: str, text: str, event: group.Event | None) -> None:
         because = ""
@@ -273,7 +270,7 @@ class GroupSums:
         setup = {
             "rank": self._rank,
             "members": len(self._members),
-            "elements": max(self._sizes),
+            "elements": self._elements,
             "memory": self._memory.fd,
             "address": f"{leader}:{self._port}",
             "host": host.strip("[]"),

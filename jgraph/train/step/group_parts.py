@@ -15,6 +15,7 @@ import numpy as np
 from jgraph.errors import ConfigError
 from jgraph.graph.device import is_worker
 from jgraph.graph.ir import TaskName, VariableKey, VariableSpec
+from jgraph.graph.sharding import array_nbytes
 from jgraph.graph.variable import Variable
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.view.units import bytes_text, count_text
@@ -40,7 +41,7 @@ class GroupParts:
     def note(self) -> str:
         """A line for the plan."""
         specs = [spec for part in self.parts.values() for spec in part]
-        nbytes = 4 * sum(prod(spec.shape) for spec in specs)
+        nbytes = sum(array_nbytes(spec.shape, spec.dtype) for spec in specs)
         whole = {spec.name.partition("/part_")[0] for spec in specs}
         return (
             f"dense='xla': gradients of {count_text(len(whole), 'parameter')}, "
