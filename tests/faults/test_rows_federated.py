@@ -19,10 +19,10 @@ from tests.support.clients import (
     EXAMPLES,
     client_trainer,
     mean_of_clients,
-    parameters,
     written,
 )
 from tests.support.fault import Fault
+from tests.support.models import parameters
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(120)]
 

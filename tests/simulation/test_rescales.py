@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.simulation.faulty_run import FIRST, RUNS
 from tests.support.simulation.ps_runs import (
+    Faults,
     client_is_away,
     dies_as_it_goes_back,
     dies_as_loops_end,
@@ -27,26 +28,26 @@ def test_no_update_is_lost_or_doubled_whoever_dies_while_variables_move() -> Non
     assert switches
 
 
+def switches_of(faults: Faults, runs: int) -> int:
+    """Returns how often variables moved in runs none of which goes back."""
+    switches = 0
+    for seed in range(FIRST, FIRST + max(3, runs)):
+        world = rescaled(seed, faults)
+        assert not world.restores
+        switches += len(world.switches)
+    return switches
+
+
 @pytest.mark.row(46)
 def test_a_master_that_dies_when_ps_were_switched_leaves_an_heir_that_knows() -> None:
     """All ps live, so the run does not go back, whichever arrangement it has."""
-    switches = 0
-    for seed in range(FIRST, FIRST + max(3, RUNS // 8)):
-        world = rescaled(seed, dies_when_switched)
-        assert not world.restores
-        switches += len(world.switches)
-    assert switches
+    assert switches_of(dies_when_switched, RUNS // 8)
 
 
 @pytest.mark.row(46, 54)
 def test_an_update_that_a_dead_worker_left_is_made_before_variables_move() -> None:
     """A ps computes it for up to a second; all other loops have ended long before."""
-    switches = 0
-    for seed in range(FIRST, FIRST + max(3, RUNS // 16)):
-        world = rescaled(seed, dies_as_loops_end)
-        assert not world.restores
-        switches += len(world.switches)
-    assert switches
+    assert switches_of(dies_as_loops_end, RUNS // 16)
 
 
 @pytest.mark.row(12, 46)
@@ -61,12 +62,7 @@ def test_a_master_that_dies_as_a_run_goes_back_leaves_an_heir_that_goes_back() -
 def test_a_client_that_is_away_while_variables_move_finds_them_when_it_is_back() -> (
     None
 ):
-    switches = 0
-    for seed in range(FIRST, FIRST + max(3, RUNS // 16)):
-        world = rescaled(seed, client_is_away)
-        assert not world.restores
-        switches += len(world.switches)
-    assert switches
+    assert switches_of(client_is_away, RUNS // 16)
 
 
 @pytest.mark.row(55)

@@ -43,11 +43,6 @@ def client_trainer(cluster: Cluster, strategy: Federated) -> Trainer:
     return Trainer(model, loss, tx, cluster=cluster, strategy=strategy)
 
 
-def parameters(model: Any) -> list[Any]:
-    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-
-
 def mean_of_clients(
     clients: int, rounds: Sequence[Collection[TaskName]], epochs: int = 1
 ) -> list[Any]:

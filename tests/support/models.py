@@ -1,7 +1,7 @@
 """Small models, their losses, and the loops that a JAX user would write by hand."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -131,6 +131,38 @@ def values_alone(
         feeds = [*jax.tree.leaves(together), np.int32(number), np.int32(0)]
         values = run(values, feeds)
     return values
+
+
+def parameters(model: Any) -> list[Any]:
+    """Returns the parameters of an nnx model, in the order of their names."""
+    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def step_by_hand(graph: Any, loss: Callable[[Any, Any], Any], tx: Any) -> Any:
+    """Returns a step of a plain loop: of (parameters, state, batch) the new ones.
+
+    Args:
+      graph: of an nnx model that has parameters alone.
+      loss: of the model and a batch.
+      tx: the optimizer.
+    """
+
+    @jax.jit
+    def step(params: Any, opt: Any, batch: Any) -> Any:
+        def value(params: Any) -> Any:
+            return loss(nnx.merge(graph, params), batch)
+
+        updates, opt = tx.update(jax.grad(value)(params), opt, params)
+        return optax.apply_updates(params, updates), opt
+
+    return step
+
+
+def assert_close(found: Sequence[Any], wanted: Sequence[Any]) -> None:
+    """Says which array is another one than was wanted, but for rounding."""
+    for value, due in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(value, due, rtol=1e-5, atol=1e-6)
 
 
 def by_hand(

@@ -86,6 +86,20 @@ def connected(*, allow_sources: Sequence[str] = (), **jobs: int) -> Iterator[Clu
         servers.stop()
 
 
+def ps_bytes(cluster: Cluster) -> int:
+    """Returns what ps and workers have sent each other, by the counters of the ps."""
+    return sum(
+        peer.bytes_sent
+        + peer.shared_bytes_sent
+        + peer.bytes_received
+        + peer.shared_bytes_received
+        for task in cluster.status().tasks
+        if "ps" in task.task
+        for peer in task.traffic
+        if "worker" in peer.peer
+    )
+
+
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
     servers = Servers(ps=2, worker=2)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,29 +15,10 @@ from jgraph.train.model.adapters import adapt
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.strategies.sync_runner import SyncPS, SyncRunner
 from jgraph.train.trainer import Trainer
+from tests.support.embeddings import DIM, ROWS, TABLE, Embed, data, loss
 from tests.support.models import values_alone
 
-ROWS, DIM, BATCH, WORKERS, STEPS = 3000, 4, 8, 2, 12
-TABLE = "params/table/embedding"
-rng = np.random.default_rng(0)
-# Workers meet at some rows, and have others for themselves; some come twice.
-data = {
-    "ids": rng.integers(ROWS - 60, ROWS, (64, 3)).astype(np.int32),
-    "y": rng.normal(size=64).astype(np.float32),
-}
-
-
-class Embed(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, rows: int = ROWS) -> None:
-        self.table = nnx.Embed(rows, DIM, rngs=rngs)
-        self.last = nnx.Linear(DIM, 1, rngs=rngs)
-
-    def __call__(self, ids: Any) -> Any:
-        return self.last(jnp.tanh(self.table(ids)).mean(1))[:, 0]
-
-
-def loss(model: Any, batch: Any) -> Any:
-    return jnp.mean((model(batch["ids"]) - batch["y"]) ** 2)
+BATCH, WORKERS, STEPS = 8, 2, 12
 
 
 def trainer(cluster: Cluster, tx: Any, sparse: Any, **options: Any) -> Trainer:

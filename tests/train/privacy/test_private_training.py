@@ -18,7 +18,14 @@ from jgraph.coordination.run.privacy_account import Spent
 from jgraph.errors import ConfigError, DataError
 from jgraph.train.privacy.accounting import epsilon_of
 from jgraph.train.trainer import Trainer
-from tests.support.models import NnxMLP, NnxNorm, cross_entropy, data, nnx_loss
+from tests.support.models import (
+    NnxMLP,
+    NnxNorm,
+    cross_entropy,
+    data,
+    nnx_loss,
+    parameters,
+)
 from tests.support.servers import connected
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -51,11 +58,6 @@ def fit(there: Trainer, batch_size: int, steps: int = STEPS, **options: Any) -> 
     return there.fit(
         some, steps=steps, batch_size=batch_size, progress=False, **options
     )
-
-
-def parameters(model: Any) -> list[Any]:
-    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
 def assert_close(found: list[Any], wanted: list[Any], atol: float = 1e-5) -> None:

@@ -26,10 +26,10 @@ from tests.support.clients import (
     EXAMPLES,
     client_trainer,
     mean_of_clients,
-    parameters,
     written,
 )
 from tests.support.listening import listening_sockets
+from tests.support.models import parameters
 from tests.support.run_async import run_async
 from tests.support.waiting import wait_until
 

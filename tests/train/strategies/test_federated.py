@@ -21,7 +21,7 @@ from jgraph.train.privacy.accounting import epsilon_of
 from jgraph.train.privacy.options import Privacy
 from jgraph.train.strategies.federated import Federated
 from jgraph.train.trainer import Trainer
-from tests.support.models import NnxMLP, cross_entropy, data
+from tests.support.models import NnxMLP, cross_entropy, data, parameters
 from tests.support.servers import Servers, connected
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -64,11 +64,6 @@ def trainer(cluster: Cluster, strategy: Federated, tx: Any, **options: Any) -> T
 def fit(there: Trainer, source: Any, **options: Any) -> Any:
     options = {"steps": ROUNDS, "batch_size": BATCH, **options}
     return there.fit(source, progress=False, **options)
-
-
-def parameters(model: Any) -> list[Any]:
-    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
 def by_hand(

@@ -25,8 +25,16 @@ from jgraph.plan.program.nodes import (
 from jgraph.train.step.fragments import fragment_rows
 from jgraph.train.strategies.local_sgd import LocalSGD
 from jgraph.train.trainer import Trainer
-from tests.support.models import NnxMLP, batches_of, cross_entropy, data, nnx_loss
-from tests.support.servers import connected
+from tests.support.models import (
+    NnxMLP,
+    assert_close,
+    batches_of,
+    data,
+    nnx_loss,
+    parameters,
+    step_by_hand,
+)
+from tests.support.servers import connected, ps_bytes
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -49,16 +57,6 @@ def trainer(cluster: Cluster, tx: Any, **options: Any) -> Trainer:
 
 def fit(there: Trainer, steps: int = UPDATES) -> Any:
     return there.fit(data(), steps=steps, batch_size=BATCH, progress=False)
-
-
-def parameters(model: Any) -> list[Any]:
-    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-
-
-def assert_close(found: list[Any], wanted: list[Any]) -> None:
-    for value, due in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(value, due, rtol=1e-5, atol=1e-6)
 
 
 def masks_of(params: Any, fragments: int) -> list[Any]:
@@ -116,12 +114,7 @@ def by_hand(
     """
     graph, theta = nnx.split(NnxMLP(rngs=nnx.Rngs(0)))
 
-    @jax.jit
-    def step(params: Any, opt: Any, x: Any, y: Any) -> Any:
-        loss = lambda params: cross_entropy(nnx.merge(graph, params)(x), y)
-        updates, opt = tx.update(jax.grad(loss)(params), opt, params)
-        return optax.apply_updates(params, updates), opt
-
+    step = step_by_hand(graph, nnx_loss, tx)
     masks, piece = masks_of(theta, fragments), EVERY // fragments
     x, y = data()
     stream = batches_of({"x": x, "y": y}, BATCH * piece, 0)
@@ -138,9 +131,9 @@ def by_hand(
                     mean = mixed(own[worker], theta, mix if overlap else 0.0)
                     own[worker] = where(newest, mean, own[worker])
                 some = slice(n * BATCH, (n + 1) * BATCH)
-                x, y = batches[number]["x"][some], batches[number]["y"][some]
+                batch = batches[number]["x"][some], batches[number]["y"][some]
                 if n < piece:
-                    given = own[worker], inner[worker], x, y
+                    given = own[worker], inner[worker], batch
                     own[worker], inner[worker] = step(*given)
         if update:
             base = where(masks[(update - 1) % fragments], theta, base)
@@ -312,19 +305,6 @@ def test_bytes_of_an_exchange_fall_by_the_number_of_fragments() -> None:
         model = 4 * sum(x.size for x in jax.tree.leaves(nnx.state(Wide(nnx.Rngs(0)))))
         assert whole > 1.8 * model
         assert quarter < 1.2 * whole / 4
-
-
-def ps_bytes(cluster: Cluster) -> int:
-    return sum(
-        peer.bytes_sent
-        + peer.shared_bytes_sent
-        + peer.bytes_received
-        + peer.shared_bytes_received
-        for task in cluster.status().tasks
-        if "ps" in task.task
-        for peer in task.traffic
-        if "worker" in peer.peer
-    )
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 3, 4, 7])

@@ -15,32 +15,13 @@ from jgraph.client.cluster import Cluster
 from jgraph.errors import ConfigError, RowBudgetError, RowIdError
 from jgraph.train.strategies.local_sgd import LocalSGD
 from jgraph.train.trainer import Trainer
-from tests.support.models import batches_of
-from tests.support.servers import connected
+from tests.support.embeddings import DIM, ROWS, TABLE, Embed, data, loss
+from tests.support.models import batches_of, step_by_hand
+from tests.support.servers import connected, ps_bytes
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
-ROWS, DIM, BATCH, EVERY, ROUNDS = 3000, 4, 4, 3, 5
-TABLE = "params/table/embedding"
-rng = np.random.default_rng(0)
-# Workers meet at some rows, and have others for themselves; some come twice.
-DATA = {
-    "ids": rng.integers(ROWS - 60, ROWS, (64, 3)).astype(np.int32),
-    "y": rng.normal(size=64).astype(np.float32),
-}
-
-
-class Embed(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, rows: int = ROWS) -> None:
-        self.table = nnx.Embed(rows, DIM, rngs=rngs)
-        self.last = nnx.Linear(DIM, 1, rngs=rngs)
-
-    def __call__(self, ids: Any) -> Any:
-        return self.last(jnp.tanh(self.table(ids)).mean(1))[:, 0]
-
-
-def loss(model: Any, batch: Any) -> Any:
-    return jnp.mean((model(batch["ids"]) - batch["y"]) ** 2)
+BATCH, EVERY, ROUNDS = 4, 3, 5
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +38,7 @@ def trainer(cluster: Cluster, tx: Any, **options: Any) -> Trainer:
 
 
 def fit(there: Trainer, steps: int = ROUNDS) -> Any:
-    return there.fit(DATA, steps=steps, batch_size=BATCH, progress=False)
+    return there.fit(data, steps=steps, batch_size=BATCH, progress=False)
 
 
 def parameters(model: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -82,16 +63,8 @@ def by_hand(
     """
     graph, params = nnx.split(Embed(nnx.Rngs(0)))
     start = params
-
-    @jax.jit
-    def step(params: Any, opt: Any, batch: Any) -> Any:
-        def value(params: Any) -> Any:
-            return loss(nnx.merge(graph, params), batch)
-
-        updates, opt = tx.update(jax.grad(value)(params), opt, params)
-        return optax.apply_updates(params, updates), opt
-
-    stream = batches_of(DATA, BATCH * EVERY, 0)
+    step = step_by_hand(graph, loss, tx)
+    stream = batches_of(data, BATCH * EVERY, 0)
     inner: list[Any] = [tx.init(params) for _ in range(workers)]
     opt = outer.init(params)
     for _ in range(ROUNDS):
@@ -178,7 +151,7 @@ def test_what_hangs_on_all_rows_of_a_table_lets_it_travel_whole(
     ]
     for tx, options, why in cases:
         there = trainer(cluster, tx, **options)
-        notes = there.plan(DATA, BATCH).graph.notes
+        notes = there.plan(data, BATCH).graph.notes
         assert notes[0].startswith(f"{TABLE} travels whole: "), notes
         assert why in notes[0]
         there.close()
@@ -192,10 +165,10 @@ def test_an_id_without_a_row_ends_the_run_with_the_updates_before(
     cluster: Cluster,
 ) -> None:
     there = trainer(cluster, optax.sgd(0.1))
-    ids = np.where(np.arange(64)[:, None] == 40, ROWS, DATA["ids"])
+    ids = np.where(np.arange(64)[:, None] == 40, ROWS, data["ids"])
     with pytest.raises(RowIdError, match=f"has the id {ROWS}"):
         there.fit(
-            {**DATA, "ids": ids.astype(np.int32)},
+            {**data, "ids": ids.astype(np.int32)},
             steps=10,
             batch_size=BATCH,
             progress=False,
@@ -215,7 +188,7 @@ def test_a_round_that_needs_more_rows_than_a_worker_may_hold_ends_the_run(
     )
     due = r"needs 4 rows in a round, and a worker may hold 3; raise LocalSGD\(row_budg"
     with pytest.raises(RowBudgetError, match=due):
-        there.fit({**DATA, "ids": ids}, steps=20, batch_size=BATCH, progress=False)
+        there.fit({**data, "ids": ids}, steps=20, batch_size=BATCH, progress=False)
     position = there.current_position()
     assert position is None or position["done"] < 64 // (BATCH * EVERY)
     there.close()
@@ -231,27 +204,14 @@ def test_bytes_are_those_of_the_rows_that_a_round_touches() -> None:
     """By the counters of the ps, in both directions, whatever the table has."""
     with connected(ps=1, worker=1) as cluster:
 
-        def nbytes() -> int:
-            tasks = cluster.status().tasks
-            return sum(
-                peer.bytes_sent
-                + peer.shared_bytes_sent
-                + peer.bytes_received
-                + peer.shared_bytes_received
-                for task in tasks
-                if "ps" in task.task
-                for peer in task.traffic
-                if "worker" in peer.peer
-            )
-
         def of_rounds(touched: int, rows: int) -> float:
             """Bytes of a round of as many rows, in a table of as many."""
             ids = (np.arange(64 * 32) % touched).reshape(64, 32).astype(np.int32)
             there = trainer(cluster, optax.sgd(0.1), rows=rows)
-            given, seen = {**DATA, "ids": ids}, []
+            given, seen = {**data, "ids": ids}, []
             for steps in (10, 10, 30):
                 there.fit(given, steps=steps, batch_size=16, progress=False)
-                seen.append(nbytes())
+                seen.append(ps_bytes(cluster))
             there.close()
             return (seen[2] - 2 * seen[1] + seen[0]) / 20
 

@@ -20,10 +20,13 @@ from jgraph.train.trainer import Trainer
 from tests.support.models import (
     NnxMLP,
     NnxNorm,
+    assert_close,
     batches_of,
     cross_entropy,
     data,
     nnx_loss,
+    parameters,
+    step_by_hand,
 )
 from tests.support.servers import connected
 
@@ -48,16 +51,6 @@ def fit(there: Trainer, steps: int = ROUNDS) -> Any:
     return there.fit(data(), steps=steps, batch_size=BATCH, progress=False)
 
 
-def parameters(model: Any) -> list[Any]:
-    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-
-
-def assert_close(found: list[Any], wanted: list[Any]) -> None:
-    for value, due in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(value, due, rtol=1e-5, atol=1e-6)
-
-
 def test_a_round_of_one_step_of_sgd_is_a_synchronous_step(cluster: Cluster) -> None:
     """The law: how far a worker came is its gradient, times the rate of both."""
     apart = trainer(cluster, LocalSGD(outer=optax.sgd(1.0)), optax.sgd(0.1))
@@ -80,12 +73,7 @@ def by_hand(
     """
     graph, params = nnx.split(NnxMLP(rngs=nnx.Rngs(0)))
 
-    @jax.jit
-    def step(params: Any, opt: Any, x: Any, y: Any) -> Any:
-        loss = lambda params: cross_entropy(nnx.merge(graph, params)(x), y)
-        updates, opt = tx.update(jax.grad(loss)(params), opt, params)
-        return optax.apply_updates(params, updates), opt
-
+    step = step_by_hand(graph, nnx_loss, tx)
     x, y = data()
     stream = batches_of({"x": x, "y": y}, BATCH * EVERY, 0)
     inner: list[Any] = [tx.init(params) for _ in range(workers)]
@@ -96,7 +84,8 @@ def by_hand(
             mine, state, taken = params, inner[worker], next(stream)
             for n in range(EVERY if number else first):
                 some = slice(n * BATCH, (n + 1) * BATCH)
-                mine, state = step(mine, state, taken["x"][some], taken["y"][some])
+                batch = taken["x"][some], taken["y"][some]
+                mine, state = step(mine, state, batch)
             inner[worker] = state
             ways.append(jax.tree.map(lambda old, new: old - new, params, mine))
         mean = jax.tree.map(lambda *each: sum(each) / workers, *ways)
