@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,12 @@ import pytest
 
 from jgraph.clock import SystemClock
 from jgraph.cluster.events import EventLog
-from jgraph.errors import InsecureError, MalformedMessageError, UnknownDeviceError
+from jgraph.errors import (
+    ConfigError,
+    InsecureError,
+    MalformedMessageError,
+    UnknownDeviceError,
+)
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Frame
@@ -73,11 +79,16 @@ def sums_of(opened: dict[str, Gate]) -> GroupSums:
 
 
 @pytest.mark.bad_input_row(28)
-@pytest.mark.parametrize("where", ["10.0.0.7:2", "elsewhere:2"])
-def test_no_child_listens_beyond_this_machine_unasked(where: str) -> None:
-    """The gate of before stays."""
+@pytest.mark.parametrize(
+    ("where", "certificate_ends_s"), [("10.0.0.7:2", 0.0), ("elsewhere:2", 4e9)]
+)
+def test_no_child_listens_beyond_this_machine_unasked(
+    where: str, certificate_ends_s: float
+) -> None:
+    """The gate of before stays. Certificates protect nothing of what a child says."""
     opened: dict[str, Gate] = {}
-    there, told = gates(ONE, {**HERE, TWO: where}, opened)
+    addresses, ends_s = {**HERE, TWO: where}, certificate_ends_s
+    there, told = gates(ONE, addresses, opened, certificate_ends_s=ends_s)
     there.open(pb.OpenGate(gate="g", synchronous=True, shards=[ONE]))
     before = opened["g"]
     with pytest.raises(InsecureError, match=r"without encryption .*--insecure-i-acc"):
@@ -93,6 +104,19 @@ def test_children_listen_beyond_this_machine_for_who_accepts_that() -> None:
     there.open(order())
     assert told.news == [(ONE, "opened")]
     there.drop_all()
+
+
+@pytest.mark.bad_input_row(28)
+def test_a_system_that_lends_no_memory_has_no_children(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    opened: dict[str, Gate] = {}
+    there, told = gates(ONE, HERE, opened)
+    with pytest.raises(ConfigError, match=r"needs Linux; write dense='workers'"):
+        there.open(order())
+    assert not opened
+    assert not told.news
 
 
 @pytest.mark.bad_input_row(28)
