@@ -252,10 +252,10 @@ class Scaler:
     def _left_over(
         self, task: TaskName, moves: Sequence[str] = (), *, copies: bool = False
     ) -> list[str]:
-        """Returns the names of what a ps holds.
+        """Returns the names of what a task holds.
 
         Args:
-          task: the ps.
+          task: a ps, or a worker.
           moves: containers that are left out, and copies of them: they move.
           copies: also copies that are about to be dropped.
 

@@ -11,7 +11,7 @@ Decentralized Data", 2017 (FedAvg); Douillard et al., "DiLoCo: Distributed Low-
 Communication Training of Language Models", 2023.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any, Final, Literal, TypeAlias, final, get_args
@@ -26,7 +26,7 @@ from jgraph.plan.program.replicas import own_state
 from jgraph.train.model.metrics import LOCAL_STEPS
 from jgraph.train.model.optimizer import CalledOptimizer, Optimizer
 from jgraph.train.model.trees import Tree, group_with_parameters, path_of
-from jgraph.train.step.fragments import Fragments
+from jgraph.train.step.fragments import Carry, Fragments
 from jgraph.train.tables.local_rows import (
     RoundRows,
     StoredRows,
@@ -167,15 +167,14 @@ class LocalSteps:
         if self.is_averaged:
             why = "inner_state='average' is of the state of all its rows"
             return {table.name: why for table in found}
-        slots = {name: (group, leaf.shape) for name, group, leaf in self._slots}
+        numbers = {table.name: table.number for table in found}
         slots = {
-            name: (group, shape)
-            for name, (group, shape) in slots.items()
-            if group in {table.name for table in found}
+            name: (group, leaf.shape)
+            for name, group, leaf in self._slots
+            if group in numbers
         }
         if self.rule.inner_state == "keep":
             check_kept(found, slots)
-        numbers = {table.name: table.number for table in found}
         owners = [numbers.get(group) for _, group, _ in self._slots]
         try:
             return why_whole(found, self.tx, self._params, slots, owners, sparse)
@@ -265,19 +264,13 @@ class LocalSteps:
             positions = [] if rows is None else list(rows.positions)
 
             def take(carry: Any, inputs: Any) -> Any:
-                params, opt, state, seed = carry
+                *old, seed = carry
                 batch, places = inputs
                 step_loss = loss if rows is None else rows.loss(places)
-                compute = jax.value_and_grad(step_loss, has_aux=True)
-                (value, (metrics, state)), grads = compute(
-                    params, state, batch, (replica, seed)
+                new, results = self._step(
+                    *(step_loss, old, batch, (replica, seed), now["params"])
                 )
-                if mu := self.rule.proximal:
-                    pull = lambda g, p, start: g + (mu * (p - start)).astype(g.dtype)
-                    grads = jax.tree.map(pull, grads, params, now["params"])
-                updates, opt = self.tx.update(grads, opt, params, value=value)
-                params = optax.apply_updates(params, updates)
-                return (params, opt, state, seed + 1), (value, metrics)
+                return (*new, seed + 1), results
 
             stored = self._stored(by_rows, rows)
             begin = self._begin(now, stored)
@@ -325,15 +318,8 @@ class LocalSteps:
 
         def take(carry: Any, batches: Any, seeds: Any) -> Any:
             def one(carry: Any, inputs: Any) -> Any:
-                params, opt, state = carry
                 batch, seed = inputs
-                compute = jax.value_and_grad(loss, has_aux=True)
-                (value, (metrics, state)), grads = compute(
-                    params, state, batch, (replica, seed)
-                )
-                updates, opt = self.tx.update(grads, opt, params, value=value)
-                params = optax.apply_updates(params, updates)
-                return (params, opt, state), (value, metrics)
+                return self._step(loss, carry, batch, (replica, seed), carry[0])
 
             return jax.lax.scan(one, carry, (batches, seeds))
 
@@ -363,6 +349,32 @@ class LocalSteps:
             rounds[...] = number + 1
             value, metrics = losses.mean(), jax.tree.map(_over_steps, metrics)
         return Computed(value, metrics, state, piece.way, piece.rows, _no_loss)
+
+    def _step(
+        self,
+        loss: Callable[..., Any],
+        carry: Sequence[Any],
+        batch: Any,
+        draws: tuple[Any, Any],
+        start: Tree,
+    ) -> tuple[Carry, Any]:
+        """Returns what a step comes to, and its loss and metrics.
+
+        Args:
+          loss: of the step.
+          carry: parameters, the state of the optimizer, and the model's state.
+          batch: of the step.
+          draws: number of the worker and seed, which random numbers follow from.
+          start: the parameters at the begin of the round.
+        """
+        params, opt, state = carry
+        compute = jax.value_and_grad(loss, has_aux=True)
+        (value, (metrics, state)), grads = compute(params, state, batch, draws)
+        if mu := self.rule.proximal:
+            pull = lambda g, p, begin: g + (mu * (p - begin)).astype(g.dtype)
+            grads = jax.tree.map(pull, grads, params, start)
+        updates, opt = self.tx.update(grads, opt, params, value=value)
+        return (optax.apply_updates(params, updates), opt, state), (value, metrics)
 
     def _stored(
         self, by_rows: RowStep | None, rows: RoundRows | None

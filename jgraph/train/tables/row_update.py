@@ -6,8 +6,9 @@ rows have to do with each other. That a row without a gradient stays as it is, i
 steps and in all others, follows from the jaxpr of the update (``unchanged_operands``).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, final
 
 import jax
@@ -84,19 +85,8 @@ def probe(
       Exception: whatever the optimizer raises on such arrays.
     """
     start, grads = _small(params, tables)
-    state = tx.init(start)
-
-    def update(params: Any, state: Any, grads: Any, value: Any = 1.0) -> Any:
-        value = jnp.asarray(value, jnp.float32)
-        updates, state = tx.update(grads, state, params, value=value)
-        return optax.apply_updates(params, updates), state
-
-    def rows_of(tree: Any, numbers: Sequence[int | None], ids: Any, fill: Any) -> Any:
-        leaves = [
-            _take(x, ids, fill) if n in tables else x
-            for n, x in zip(numbers, jax.tree.leaves(tree), strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+    state, update = tx.init(start), _update_of(tx)
+    rows_of = partial(_rows_of, tables)
 
     def written(old: Any, new: Any, numbers: Sequence[int | None], ids: Any) -> Any:
         leaves = [
@@ -169,22 +159,15 @@ def rows_are_alone(
       [[0], []]
     """
     start, grads = _small(params, tables)
-    ids = jnp.array(_TOUCHED[0], jnp.int32)
+    ids, fill = jnp.array(_TOUCHED[0], jnp.int32), jnp.float32(0)  # all are there
     places = list(range(len(jax.tree.leaves(params))))
-
-    def rows_of(tree: Any, numbers: Sequence[int | None]) -> Any:
-        leaves = [
-            x[ids] if n in tables else x
-            for n, x in zip(numbers, jax.tree.leaves(tree), strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+    update = _update_of(tx)
 
     def trained(params: Any, state: Any, grads: Any) -> Any:
-        for _ in range(2):
-            value = jnp.float32(1)
-            updates, state = tx.update(grads, state, params, value=value)
-            params = optax.apply_updates(params, updates)
-        return params
+        return update(*update(params, state, grads), grads)[0]
+
+    def rows_of(tree: Any, numbers: Sequence[int | None]) -> Any:
+        return _rows_of(tables, tree, numbers, ids, fill)
 
     state, touching = tx.init(start), _touching(grads, tables, _TOUCHED[0])
     whole = rows_of(jax.jit(trained)(start, state, touching), places)
@@ -194,6 +177,32 @@ def rows_are_alone(
     same = [_close(a, b) for a, b in pairs]
     others = all(ok for n, ok in enumerate(same) if n not in tables)
     return frozenset(n for n in tables if others and same[n])
+
+
+def _update_of(tx: CalledOptimizer) -> Callable[..., Any]:
+    """Returns a step: of (parameters, state, gradients, loss) the new ones."""
+
+    def update(params: Any, state: Any, grads: Any, value: Any = 1.0) -> Any:
+        value = jnp.asarray(value, jnp.float32)
+        updates, state = tx.update(grads, state, params, value=value)
+        return optax.apply_updates(params, updates), state
+
+    return update
+
+
+def _rows_of(
+    tables: Collection[int],
+    tree: Any,
+    numbers: Sequence[int | None],
+    ids: Any,
+    fill: Any,
+) -> Any:
+    """Returns a tree of which the leaves of tables have these rows alone."""
+    leaves = [
+        _take(x, ids, fill) if n in tables else x
+        for n, x in zip(numbers, jax.tree.leaves(tree), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def _still(
