@@ -290,19 +290,12 @@ class TrainerBuild:
             refuse_tables(adapter.tables, _travels_by_rows(why))
             sparse = "off"
         if isinstance(config.strategy, LocalSGD | Federated):
-            if isinstance(config.strategy, Federated):
-                why = "Federated reads all parameters at the begin of a round"
-                refuse_tables(adapter.tables, _travels_by_rows(why))
-                sparse = "off"
-            elif config.strategy.fragments > 1 or config.strategy.overlap:
-                why = "of fragments all rows are read in turn"
-                refuse_tables(adapter.tables, _travels_by_rows(why))
-                sparse = "off"
-            elif config.strategy.inner_state == "average":
-                why = "inner_state='average' is of the state of all its rows"
-                refuse_tables(adapter.tables, _travels_by_rows(why))
             local = config.strategy.rule(config.tx)
             tx = config.strategy.outer_optimizer
+            if why := local.why_whole:
+                refuse_tables(adapter.tables, _travels_by_rows(why))
+            if local.epochs or local.is_streamed:
+                sparse = "off"
         tables = partial(tables_in, adapter, data, sparse)
         if config.cluster is not None:
             container = container or new_container()

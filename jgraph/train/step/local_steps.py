@@ -82,6 +82,22 @@ class LocalRule:
     overlap: int = 0
     mix: float = 0.5
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether workers go on with parameters of their own after an exchange."""
+        return self.fragments > 1 or self.overlap > 0
+
+    @property
+    def why_whole(self) -> str:
+        """Why rows of no table can travel alone; empty: they can."""
+        if self.epochs:
+            return "Federated reads all parameters at the begin of a round"
+        if self.is_streamed:
+            return "of fragments all rows are read in turn"
+        if self.inner_state == "average":
+            return "inner_state='average' is of the state of all its rows"
+        return ""
+
 
 @final
 class LocalSteps:
@@ -116,7 +132,7 @@ class LocalSteps:
             self.variables = self._kept()
         self.fragments: Fragments | None = None
         """How the parameters are exchanged in turn; None: all at once."""
-        if rule.fragments > 1 or rule.overlap:
+        if rule.is_streamed:
             self.fragments = Fragments(
                 *(params, state, rule.fragments, rule.overlap, rule.mix, self._own)
             )
@@ -164,8 +180,7 @@ class LocalSteps:
           ConfigError: a hash table would have to.
         """
         found = tables.tables
-        if self.is_averaged:
-            why = "inner_state='average' is of the state of all its rows"
+        if why := self.rule.why_whole:
             return {table.name: why for table in found}
         numbers = {table.name: table.number for table in found}
         slots = {
