@@ -2,7 +2,8 @@
 
 Measures what a step, a frame and a byte cost the tasks of a cluster on this machine, by
 null steps of one and of four workers with nothing and with 16 MB, and writes them to
-``cost_model.json``. One JSON line for each transport.
+``cost_model.json``: of each the median of three measurements, on clusters of their own.
+One JSON line for each transport.
 
 ``--check`` predicts other configurations from them and measures each: asynchronous,
 synchronous, and synchronous with a backup worker, of nothing and of 8 MB, with two and
@@ -17,8 +18,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -40,6 +41,7 @@ from jgraph.testing.scale.simulate import Mode
 MB: Final = 16
 _MANY: Final = 4
 GBIT: Final = 10.0
+ROUNDS: Final = 3
 
 
 @final
@@ -209,6 +211,21 @@ def costs_of(transport: TransportChoice, gbit: float, speed: TaskSpeed) -> Costs
     )
 
 
+def middle_of(rounds: Sequence[Costs]) -> Costs:
+    """Returns costs of which each is the median: clusters differ, more than steps."""
+
+    def middle(values: Iterable[float]) -> float:
+        return float(statistics.median(values))
+
+    costs: dict[str, Any] = {
+        name: middle(one.seconds()[name] for one in rounds)
+        for name in rounds[0].seconds()
+    }
+    latency_s = middle(one.link.latency_s for one in rounds)
+    link = replace(rounds[0].link, latency_s=latency_s)
+    return replace(rounds[0], **costs, link=link)
+
+
 def _processor() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith(("model name", "Model")):
@@ -345,7 +362,8 @@ def main(args: Sequence[str] | None = None) -> None:
         found: dict[str, Costs] = {}
         transports: tuple[TransportChoice, ...] = ("auto", "network")
         for transport in transports:
-            found[transport] = costs = costs_of(transport, a.gbit, speed)
+            rounds = [costs_of(transport, a.gbit, speed) for _ in range(ROUNDS)]
+            found[transport] = costs = middle_of(rounds)
             us = {
                 n: round(1e6 * s, 6)
                 for n, s in costs.seconds().items()
