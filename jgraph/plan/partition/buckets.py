@@ -25,8 +25,9 @@ from jgraph.plan.partition.overlap import WORTH, Roots
 LEAST_BYTES: Final = 4 << 20
 """Bytes that are worth a segment of their own: milliseconds of a fast network."""
 
-LEAST_OF_ONE: Final = 512 << 10
-"""Bytes to or from one task that are worth a message: as long as a frame takes."""
+LEAST_OF_ONE: Final = 64 << 10
+"""Bytes to or from one task that are worth a message: on 10 Gbit/s as long as a frame
+takes, 50 us."""
 
 MOST: Final = 16
 """Parts into which a segment's bytes are cut."""
