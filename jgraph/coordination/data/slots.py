@@ -261,7 +261,7 @@ class SlotPlan:
         ends = [examples.min(), examples.max()] if len(examples) else [0, 0]
         first, last = (np.searchsorted(self._ends, ends, "right") - 1).tolist()
         if first == last:  # as most slots are
-            rows = examples - self._ends[first] + self.parts[first].first
+            rows = examples + (self.parts[first].first - self._ends[first])
             return [Piece(first, rows, np.arange(len(rows)))]
         part_of = np.searchsorted(self._ends, examples, "right") - 1
         found = []

@@ -1,5 +1,8 @@
 """Data types of examples: those that JAX makes of what a reader has."""
 
+from functools import cache
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -21,8 +24,7 @@ def as_jax_type(array: Array, where: str, wide: bool) -> Array:
     """
     if array.dtype.kind not in "biufcV":
         raise SourceError(f"{where} is {array.dtype}, not numbers; store ids for text")
-    with wide_types() if wide else narrow_types():
-        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    dtype = _jax_type(array.dtype, wide)
     if dtype != array.dtype and array.dtype.kind in "iu" and array.size:
         limits, low, high = np.iinfo(dtype), int(array.min()), int(array.max())
         if low < limits.min or high > limits.max:
@@ -31,3 +33,9 @@ def as_jax_type(array: Array, where: str, wide: bool) -> Array:
                 "store smaller numbers, or switch 64-bit types on with JAX_ENABLE_X64=1"
             )
     return array.astype(dtype, copy=False)
+
+
+@cache
+def _jax_type(dtype: "np.dtype[Any]", wide: bool) -> "np.dtype[Any]":
+    with wide_types() if wide else narrow_types():
+        return jax.dtypes.canonicalize_dtype(dtype)

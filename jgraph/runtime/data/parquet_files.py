@@ -1,10 +1,11 @@
 """Parquet files as a data source, with a cache of decoded row groups.
 
 A row group is decoded as a whole, and becomes arrays once: its columns stay where Arrow
-has put them, and examples are taken from there. Batches of a few examples, and leases
-that end within a row group, then cost a copy and no decoding. What memory has no room
-for is written to a file the third time that it is decoded, and never decoded again: two
-leases share a row group, and to decode a small one twice costs less than to write it.
+has put them, and each example is copied once from there, whichever row groups the
+examples of a read lie in. Batches of a few examples, and leases that end within a row
+group, then cost a copy and no decoding. What memory has no room for is written to a
+file the third time that it is decoded, and never decoded again: two leases share a row
+group, and to decode a small one twice costs less than to write it.
 """
 
 import threading
@@ -19,6 +20,7 @@ from jgraph.coordination.data.slots import Part, Rows, Shuffle
 from jgraph.errors import SourceError
 from jgraph.runtime.cost import FEW_CORES, available_cores
 from jgraph.runtime.data.batches import Array, Field
+from jgraph.runtime.data.gathering import Piece, gathered, joined, part_of, size_of
 from jgraph.runtime.data.jax_types import as_jax_type
 from jgraph.runtime.data.packed_lists import packed_dtypes, unpacked
 from jgraph.runtime.data.record_files import needs
@@ -99,10 +101,10 @@ class ParquetReader:
             np.cumsum([0, *(m.row_group(g).num_rows for g in range(m.num_row_groups))])
             for m in (opened.metadata for opened in self._opened)
         ]
-        self._cache: OrderedDict[tuple[int, int], dict[str, Array]] = OrderedDict()
+        self._cache: OrderedDict[tuple[int, int], list[Piece]] = OrderedDict()
         self._room = kept_bytes
         self._spill = SpilledArrays(spilled_bytes)
-        self._spilled: dict[tuple[int, int], dict[str, Array]] = {}
+        self._spilled: dict[tuple[int, int], list[Piece]] = {}
         self._decoded: Counter[tuple[int, int]] = Counter()
         self._lock = threading.Lock()
         full = next((i for i, part in enumerate(self.parts) if part.examples), None)
@@ -111,11 +113,11 @@ class ParquetReader:
         self.fields: Mapping[str, Field] = {}
         arrays = self.read(full, np.zeros(1, np.int64))
         self.fields = {n: Field(a.dtype, a.shape[1:]) for n, a in arrays.items()}
-        self._row_bytes = _nbytes(arrays)
+        self._row_bytes = sum(array.nbytes for array in arrays.values())
         if self._row_bytes * sum(part.examples for part in self.parts) > kept_bytes:
             largest = max(int(np.diff(g).max(initial=0)) for g in self._groups)
             self._room = min(kept_bytes, _RECENT * self._row_bytes * largest)
-            self._room -= sum(_nbytes(group) for group in self._cache.values())
+            self._room -= sum(size_of(group) for group in self._cache.values())
 
     def read(self, part: int, rows: Rows) -> dict[str, Array]:
         """See ``Reader.read``."""
@@ -124,92 +126,112 @@ class ParquetReader:
 
     def _read(self, part: int, rows: Rows) -> dict[str, Array]:
         starts = self._groups[part]
-        first, last = np.searchsorted(starts, [rows.min(), rows.max()], "right") - 1
+        low, high = int(rows.min()), int(rows.max())
+        first, last = (np.searchsorted(starts, (low, high), "right") - 1).tolist()
         if first == last:
-            taken = rows - starts[first]
-            group = self._group(part, int(first))
-            return {name: array.take(taken, axis=0) for name, array in group.items()}
-        of_rows = np.searchsorted(starts, rows, "right") - 1
-        numbers = (first + np.flatnonzero(np.bincount(of_rows - first))).tolist()
-        if self._are_new(part, numbers):
-            taken = rows - starts[first]
-            decoded = self._decode(part, numbers)
-            return {name: array.take(taken, axis=0) for name, array in decoded.items()}
-        read: dict[str, Array] = {}
-        for number in numbers:
-            places = np.flatnonzero(of_rows == number)
-            taken = rows[places] - starts[number]
-            for name, array in self._group(part, number).items():
-                if name not in read:
-                    read[name] = np.empty((len(rows), *array.shape[1:]), array.dtype)
-                read[name][places] = array.take(taken, axis=0)
-        return read
+            return gathered(self._group(part, first), rows)
+        numbers = [n for n in range(first, last + 1) if starts[n] < starts[n + 1]]
+        if high - low >= len(rows):  # else they have a row each, as in most leases
+            of_rows = np.searchsorted(starts, rows, "right") - 1
+            numbers = (first + np.flatnonzero(np.bincount(of_rows - first))).tolist()
+        return gathered(self._groups_of(part, numbers), rows)
 
-    def _are_new(self, part: int, numbers: Sequence[int]) -> bool:
-        """Whether row groups that follow each other are best decoded together.
+    def _groups_of(self, part: int, numbers: Sequence[int]) -> list[Piece]:
+        """Returns the arrays of row groups, given in ascending order.
 
-        Their arrays lie one behind the other then, and examples of several are copied
-        once; from several arrays each is copied twice.
+        Those of them that follow each other, and are neither kept nor decoded so often
+        that they are to be, are decoded by one call.
         """
-        keys = [(part, number) for number in numbers]
-        is_run = numbers[-1] - numbers[0] < len(numbers)
         starts = self._groups[part]
-        nbytes = int(starts[numbers[-1] + 1] - starts[numbers[0]]) * self._row_bytes
-        return (
-            is_run
-            and nbytes <= _TOGETHER_BYTES
-            and not any(key in self._cache for key in keys)
-            and all(self._decoded[key] < _DECODED for key in keys)
-        )
+        together = _TOGETHER_BYTES // max(self._row_bytes, 1)
+        # Before what is decoded takes the place of any.
+        kept = {number: self._kept(part, number) for number in numbers}
+        runs: list[list[int]] = [[]]
+        for number in numbers:
+            if kept[number] or self._decoded[part, number] >= _DECODED:
+                continue
+            run = runs[-1]
+            if (
+                run
+                and number == run[-1] + 1
+                and starts[number + 1] - starts[run[0]] <= together
+            ):
+                run.append(number)
+            else:
+                runs.append([number])
+        pieces = [
+            piece for run in runs if len(run) > 1 for piece in self._decode(part, run)
+        ]
+        decoded = {number for run in runs if len(run) > 1 for number in run}
+        for number in numbers:
+            if number not in decoded:
+                pieces += kept[number] or self._group(part, number)
+        return pieces
 
-    def _decode(self, part: int, numbers: Sequence[int]) -> dict[str, Array]:
+    def _decode(self, part: int, numbers: Sequence[int]) -> list[Piece]:
         """Returns the arrays of row groups that follow each other, and keeps each."""
-        table = self._opened[part].read_row_groups(
-            numbers, columns=self._columns, use_threads=self._threads
-        )
-        arrays = {name: self._array(table, name, part) for name in self._columns}
+        pieces = self._pieces(part, numbers)
         starts = self._groups[part]
         for number in numbers:
-            of = slice(*(starts[number : number + 2] - starts[numbers[0]]))
             self._decoded[part, number] += 1
-            self._keep(
-                (part, number), {name: array[of] for name, array in arrays.items()}
-            )
-        return arrays
+            self._keep((part, number), part_of(pieces, *starts[number : number + 2]))
+        return pieces
 
-    def _group(self, part: int, number: int) -> dict[str, Array]:
+    def _group(self, part: int, number: int) -> list[Piece]:
         """Returns the arrays of a row group; those read last are kept."""
+        if pieces := self._kept(part, number):
+            return pieces
         key = part, number
-        if (arrays := self._cache.get(key)) is not None:
-            self._cache.move_to_end(key)
-            return arrays
-        if (arrays := self._spilled.get(key)) is not None:
-            return arrays
-        table = self._opened[part].read_row_groups(
-            [number], columns=self._columns, use_threads=self._threads
-        )
-        arrays = {name: self._array(table, name, part) for name in self._columns}
+        pieces = self._pieces(part, [number])
         # One that memory never has room for is read again as surely as a lease ends.
         self._decoded[key] += 1
-        often = self._decoded[key] > _DECODED or _nbytes(arrays) > KEPT_BYTES
-        if often and (spilled := self._spill.keep(arrays)) is not None:
-            self._spilled[key] = spilled
-            return spilled
-        self._keep(key, arrays)
-        return arrays
+        often = self._decoded[key] > _DECODED or size_of(pieces) > KEPT_BYTES
+        if often and (spilled := self._spill.keep(joined(pieces))) is not None:
+            self._spilled[key] = [Piece(pieces[0].first, spilled)]
+            return self._spilled[key]
+        self._keep(key, pieces)
+        return pieces
 
-    def _keep(self, key: tuple[int, int], arrays: dict[str, Array]) -> None:
+    def _kept(self, part: int, number: int) -> list[Piece]:
+        """Returns the arrays of a row group if they are kept; none: they are not."""
+        key = part, number
+        if (pieces := self._cache.get(key)) is None:
+            return self._spilled.get(key, [])
+        self._cache.move_to_end(key)
+        return pieces
+
+    def _keep(self, key: tuple[int, int], pieces: list[Piece]) -> None:
         """Keeps arrays in place of those that were read longest ago; none too large."""
-        self._cache[key] = arrays
-        self._room -= _nbytes(arrays)
+        self._cache[key] = pieces
+        self._room -= size_of(pieces)
         while self._room < 0:
             _, oldest = self._cache.popitem(last=False)
-            self._room += _nbytes(oldest)
+            self._room += size_of(oldest)
 
-    def _array(self, table: Any, name: str, part: int) -> Array:
-        chunks = table.column(name)
-        whole = chunks.num_chunks == 1  # as ever, and to combine it would copy it
-        column = chunks.chunk(0) if whole else chunks.combine_chunks()
+    def _pieces(self, part: int, numbers: Sequence[int]) -> list[Piece]:
+        """Decodes row groups that follow each other: as a rule, a piece is of each.
+
+        Into one array of all Arrow would copy what it has decoded whenever that array
+        becomes too small, as it does not know the size of lists and of bytes before.
+        """
+        starts = self._groups[part]
+        largest = max(int(starts[number + 1] - starts[number]) for number in numbers)
+        first, pieces = int(starts[numbers[0]]), []
+        for batch in self._opened[part].iter_batches(
+            batch_size=largest,
+            row_groups=list(numbers),
+            columns=self._columns,
+            use_threads=self._threads,
+        ):
+            arrays = {
+                name: self._array(batch.column(name), name, part)
+                for name in self._columns
+            }
+            pieces.append(Piece(first, arrays))
+            first += batch.num_rows
+        return pieces
+
+    def _array(self, column: Any, name: str, part: int) -> Array:
         where = f"column '{name}' of {self._files[part]}"
         if column.null_count:
             raise SourceError(f"{where} has empty values; fill them in")
@@ -243,7 +265,3 @@ def _unflattened(lists: Any) -> Array | None:
             return None
     rows: Array = flat.reshape(len(lists), length)
     return rows
-
-
-def _nbytes(arrays: Mapping[str, Array]) -> int:
-    return sum(array.nbytes for array in arrays.values())

@@ -26,10 +26,10 @@ class CountedFile:
         self.decoded: list[int] = []
         self.calls = 0
 
-    def read_row_groups(self, groups: list[int], **options: Any) -> Any:
-        self.decoded += groups
+    def iter_batches(self, *, row_groups: list[int], **options: Any) -> Any:
+        self.decoded += row_groups
         self.calls += 1
-        return self._file.read_row_groups(groups, **options)
+        return self._file.iter_batches(row_groups=row_groups, **options)
 
 
 def opened(
@@ -120,7 +120,40 @@ def test_row_groups_that_follow_each_other_are_decoded_by_one_call_and_each_is_k
     reader, file = opened(tmp_path / "large", 1 << 20)
     monkeypatch.setattr(parquet_files, "_TOGETHER_BYTES", 2 * GROUP_BYTES)
     reader.read(0, rows)
-    assert (file.decoded, file.calls) == ([0, 1, 2], 3), "too many bytes at once"
+    assert (file.decoded, file.calls) == ([0, 1, 2], 2), "too many bytes at once"
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 100, 1 << 20])
+def test_row_groups_of_different_sizes_are_read_as_those_of_one_are(
+    tmp_path: Path, kept_bytes: int
+) -> None:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    y, path = np.arange(30, dtype=np.int32), tmp_path / "a.parquet"
+    schema = pa.schema([("y", pa.int32()), ("z", pa.list_(pa.float32()))])
+    with parquet.ParquetWriter(path, schema) as writer:
+        for first, end in [(0, 7), (7, 7), (7, 17), (17, 18), (18, 30)]:
+            rows = y[first:end]
+            lists = [np.array([n, n / 2], np.float32) for n in rows]
+            writer.write_table(pa.table({"y": rows, "z": lists}, schema))
+    reader = ParquetReader([path], None, False, kept_bytes, spilled_bytes=400)
+    generator = np.random.default_rng(3)
+    for _ in range(40):
+        first, end = sorted(generator.choice(31, 2, replace=False))
+        rows = generator.permutation(np.arange(first, end))
+        found = reader.read(0, rows.astype(np.int64))
+        assert found["y"].tolist() == rows.tolist()
+        assert found["z"].tolist() == [[n, n / 2] for n in rows.tolist()]
+
+
+def test_row_groups_beside_one_that_is_kept_are_decoded_by_one_call(
+    tmp_path: Path,
+) -> None:
+    reader, file = opened(tmp_path, 1 << 20)
+    reader.read(0, np.array([1]))
+    rows = np.arange(20)[::-1]
+    assert reader.read(0, rows)["y"].tolist() == rows.tolist()
+    assert (file.decoded, file.calls) == ([0, 1, 2, 3, 4], 2)
 
 
 def test_what_a_caller_does_to_its_examples_does_not_change_what_is_kept(
