@@ -109,8 +109,10 @@ def _sorted(rows: Rows) -> tuple[Rows, Rows, bool]:
 
 def _items(array: Array) -> Array:
     """Returns an example of an array as one item, which NumPy copies as a whole."""
+    if array.ndim == 1:
+        return array
     nbytes = array.dtype.itemsize * prod(array.shape[1:])
-    if array.ndim == 1 or not nbytes:
+    if not nbytes:
         return array
     items: Array = array.reshape(len(array), -1).view(np.dtype((np.void, nbytes)))
     return items[:, 0]

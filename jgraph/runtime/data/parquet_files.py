@@ -90,6 +90,10 @@ class ParquetReader:
             )
         self._files = files
         self._wide = wide
+        types = needs("pyarrow.types", "Parquet")
+        self._is_sized = all(
+            types.is_primitive(first.field(name).type) for name in self._columns
+        )
         # Threads of Arrow's would take cores from the steps, where there are few.
         self._threads = available_cores() > FEW_CORES
         self.parts = tuple(
@@ -209,16 +213,17 @@ class ParquetReader:
             self._room += size_of(oldest)
 
     def _pieces(self, part: int, numbers: Sequence[int]) -> list[Piece]:
-        """Decodes row groups that follow each other: as a rule, a piece is of each.
+        """Decodes row groups that follow each other.
 
-        Into one array of all Arrow would copy what it has decoded whenever that array
-        becomes too small, as it does not know the size of lists and of bytes before.
+        Numbers become one piece. With lists and bytes, whose size Arrow does not know
+        before, a piece is of one row group as a rule: an array of all would be copied
+        whenever it became too small.
         """
-        starts = self._groups[part]
-        largest = max(int(starts[number + 1] - starts[number]) for number in numbers)
-        first, pieces = int(starts[numbers[0]]), []
+        starts = self._groups[part][numbers[0] : numbers[-1] + 2]
+        size = starts[-1] - starts[0] if self._is_sized else np.diff(starts).max()
+        first, pieces = int(starts[0]), []
         for batch in self._opened[part].iter_batches(
-            batch_size=largest,
+            batch_size=max(int(size), 1),
             row_groups=list(numbers),
             columns=self._columns,
             use_threads=self._threads,
