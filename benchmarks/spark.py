@@ -12,7 +12,8 @@ One JSON line each; ``--rows`` prints them as rows of a table, in this order.
 - ``executor``: seconds from the kill of an executor until its run goes on, with the
   longer of a worker and a ps on it; exactly-once is counted.
 - ``left``: the longest time until no process is left after the driver is killed, after
-  ``spark.stop()`` inside the block, and after the kill of a Python worker.
+  ``spark.stop()`` inside the block, and after the kill of a Python worker; and seconds
+  until a server that is killed serves again, in its task.
 """
 
 import json
@@ -209,8 +210,10 @@ def killed_driver_s() -> float:
 def left(rounds: int) -> dict[str, Any]:
     """See above."""
     found: list[dict[str, float]] = []
+    back_s: list[float] = []
     for _ in range(rounds):
         facts = seen("local[3]", "train", "stop_inside")
+        back_s.append(facts["train"]["back_s"])
         worker_s = facts["train"]["server_outlives_its_spark_task_s"]
         stop_s = facts["stop_inside"]["left_s"]
         case = {"worker": worker_s, "stop": stop_s, "driver": killed_driver_s()}
@@ -219,7 +222,8 @@ def left(rounds: int) -> dict[str, Any]:
     medians = {
         k: round(statistics.median(one[k] for one in found), 3) for k in found[0]
     }
-    return {"longest_s": round(max(longest), 3), "median_s": medians}
+    back = measure.spread("server_back_s", back_s, 2)
+    return {"longest_s": round(max(longest), 3), "median_s": medians, **back}
 
 
 def main() -> None:
