@@ -149,10 +149,10 @@ class ParquetReader:
         starts = self._groups[part]
         together = _TOGETHER_BYTES // max(self._row_bytes, 1)
         # Before what is decoded takes the place of any.
-        kept = {number: self._kept(part, number) for number in numbers}
+        at_hand = {number: self._kept(part, number) for number in numbers}
         runs: list[list[int]] = [[]]
         for number in numbers:
-            if kept[number] or self._decoded[part, number] >= _DECODED:
+            if at_hand[number] or self._decoded[part, number] >= _DECODED:
                 continue
             run = runs[-1]
             if (
@@ -169,7 +169,7 @@ class ParquetReader:
         decoded = {number for run in runs if len(run) > 1 for number in run}
         for number in numbers:
             if number not in decoded:
-                pieces += kept[number] or self._group(part, number)
+                pieces += at_hand[number] or self._group(part, number)
         return pieces
 
     def _decode(self, part: int, numbers: Sequence[int]) -> list[Piece]:
