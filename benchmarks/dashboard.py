@@ -1,10 +1,12 @@
 """What a dashboard costs, and how fast it is: ``python -m benchmarks dashboard``.
 
-``--part cost``: steps/s of a scalar null step with a dashboard, its journal and three
-pages that are open, of those while the dashboard is stopped, in short turns; CPU of a
-step likewise, of the master in cores, and of the dashboard's process, and its memory.
-Each with the interval in which it is 95 times of 100. Then CPU alone, without steps,
-which says most exactly what watching takes of a task. ``--part board``: what a board of
+``--part cost``: steps/s of one long run with a dashboard, its journal and three that
+read its stream, of those without, in ``--alternations`` blocks of three windows of
+``--window`` seconds in a random order; CPU of a step likewise, of the master in cores,
+and of the dashboard's process, and its memory. Each with the interval in which it is 95
+times of 100, and with the same of two windows without a dashboard, which is noise. Then
+CPU alone, without steps, which says most exactly what watching takes of a task; see
+``benchmarks/dashboard_cost.py``. ``--part board``: what a board of
 64 tasks and a run has taken of memory after so many simulated seconds, halfway and at
 the end, and the time of a fact. ``--part page``, in the Chromium of this machine: from
 the address to the first sentence, the bytes of all files, and from a fact to the text
@@ -22,13 +24,11 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ import psutil
 
 import jgraph as jg
 from benchmarks import measure, null_graphs as graphs
+from benchmarks.dashboard_cost import cost
 from benchmarks.null_step import NullStep
 from benchmarks.rows import Row, each, print_rows
 from jgraph.client.timeline.collecting import FlightCollector
@@ -76,6 +77,9 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", action="store_true", help="print a table's rows")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=2.0, help="of a round")
+    parser.add_argument("--alternations", type=int, default=40)
+    parser.add_argument("--window", type=float, default=3.0, help="seconds")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of windows")
     parser.add_argument("--simulated", type=int, default=3600, help="seconds")
     parser.add_argument("--tasks", type=int, default=64)
     a = parser.parse_args(args)
@@ -83,7 +87,7 @@ def main(args: Sequence[str] | None = None) -> None:
         print_rows(ROWS)
         return
     if "cost" in a.part:
-        cost(a.rounds, a.seconds)
+        cost(a.alternations, a.window, a.seed)
     if "board" in a.part:
         board(a.simulated, a.tasks)
     if "page" in a.part:
@@ -102,12 +106,10 @@ class Block:
     Attributes:
       steps_per_s: of the worker.
       cpu_us: CPU of a step, by task.
-      seconds: that it took.
     """
 
     steps_per_s: float
     cpu_us: Mapping[str, float]
-    seconds: float
 
     @property
     def all_us(self) -> float:
@@ -121,7 +123,7 @@ def block(work: NullStep, steps: int) -> Block:
     work.run(1, steps)
     took, after = time.perf_counter() - began, work.cpu_seconds()
     used = {task: 1e6 * (after[task] - before[task]) / steps for task in after}
-    return Block(steps / took, used, took)
+    return Block(steps / took, used)
 
 
 def pairs_of(
@@ -152,114 +154,6 @@ def compared(found: Mapping[str, Sequence[Block]]) -> dict[str, float]:
         "cpu_us_off": round(median(one.all_us for one in found["off"]), 1),
         "steps_per_s": round(median(one.steps_per_s for one in found["off"])),
     }
-
-
-def cost(rounds: int, seconds: float) -> None:
-    """Steps with somebody who watches, and with nobody: the watcher is stopped."""
-    with NullStep("scalar", ps=1, workers=1) as work, watching(work) as process:
-        steps = measure.steps_for(lambda n: work.run(1, n), seconds, 200)
-        master = str(work.cluster.master)
-        signals = {"on": signal.SIGCONT, "off": signal.SIGSTOP}
-        began, used = time.perf_counter(), measure.cpu_seconds(process.pid)
-
-        def switch(state: str) -> None:
-            process.send_signal(signals[state])
-            if state == "on":  # what it missed meanwhile is not what watching costs
-                work.run(1, max(200, steps // 4))
-
-        try:
-            found = pairs_of(work, rounds, steps, switch)
-        finally:
-            process.send_signal(signal.SIGCONT)
-        watched_s = sum(one.seconds for one in found["on"])
-        used = measure.cpu_seconds(process.pid) - used
-        at_rest = cores_at_rest(work, switch, seconds)
-        process.send_signal(signal.SIGCONT)
-        memory = rss_mb(process)
-    more = [
-        (a.cpu_us[master] - b.cpu_us[master]) * a.steps_per_s / 1e6
-        for a, b in zip(found["on"], found["off"], strict=True)
-    ]
-    measure.emit(
-        "dashboard",
-        part="cost",
-        pairs=rounds,
-        steps=steps,
-        viewers=3,
-        **compared(found),
-        **measure.interval("master_cores_more", more, 4),
-        cores_more_at_rest=at_rest,
-        board_cores=round(used / max(watched_s, 1e-9), 3),
-        seconds=round(time.perf_counter() - began, 1),
-        rss_mb=round(memory, 1),
-    )
-
-
-def cores_at_rest(
-    work: NullStep, switch: Callable[[str], None], seconds: float
-) -> dict[str, float]:
-    """Returns what being watched takes of each task's core while no step runs."""
-
-    def rest(state: str) -> dict[str, float]:
-        switch(state)
-        before, began = work.cpu_seconds(), time.perf_counter()
-        threading.Event().wait(2 * seconds)
-        took, after = time.perf_counter() - began, work.cpu_seconds()
-        return {task: (after[task] - before[task]) / took for task in after}
-
-    ways = {state: partial(rest, state) for state in ("on", "off")}
-    found = measure.take_turns(ways, 3)
-
-    def cores(state: str, task: str) -> float:
-        return median(one[task] for one in found[state])
-
-    return {
-        task: round(cores("on", task) - cores("off", task), 5)
-        for task in found["off"][0]
-    }
-
-
-VIEWERS: Final = """
-import sys, threading, httpx
-
-
-def read(base, token):
-    shown = {"Authorization": f"Bearer {token}"}
-    url = f"{base}api/v1/stream"
-    # The dashboard stands still while steps without it are counted.
-    with httpx.stream("GET", url, headers=shown, timeout=None) as events:
-        for _ in events.iter_raw():
-            pass
-
-
-base, _, token = sys.argv[1].partition("#token=")
-for _ in range(3):
-    threading.Thread(target=read, args=(base, token), daemon=True).start()
-print("they read", flush=True)
-sys.stdin.read()
-"""
-"""Three that read events, in a process of their own, as browsers are."""
-
-
-@contextlib.contextmanager
-def watching(work: NullStep) -> Iterator[psutil.Process]:
-    """A dashboard with a journal, and three that read its events."""
-    with tempfile.TemporaryDirectory() as directory:
-        shown = work.cluster.dashboard(journal=Path(directory) / "board.jsonl")
-        children = psutil.Process().children()
-        command = [sys.executable, "-c", VIEWERS, shown.url]
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        ) as viewers:
-            assert viewers.stdout is not None
-            viewers.stdout.readline()
-            try:
-                yield next(
-                    child for child in children if "dashboard" in child.cmdline()
-                )
-            finally:
-                viewers.kill()
-                shown.close()
 
 
 def board(seconds: int, count: int) -> None:

@@ -51,17 +51,25 @@ def each(key: str, **wanted: Any) -> Callable[[Lines], list[Any]]:
 def print_rows(table: Sequence[Row], only: Sequence[int] = ()) -> None:
     """Runs the benchmarks of a table, and prints a line for each row.
 
-    A row whose benchmark fails, or lacks its peer, has no value and says so.
+    A benchmark runs once, however many rows are of it. A row whose benchmark fails, or
+    lacks its peer, has no value and says so.
 
     Args:
       table: the rows, in their order.
       only: numbers of the rows to print, from 1 on; none: all.
     """
+    ran: dict[str, list[Line]] = {}
+    broken: set[str] = set()
     for number, row in enumerate(table, 1):
         if only and number not in only:
             continue
-        lines: list[Line] = []
-        failed = [command for command in row.commands if not run(command, lines)]
+        for command in row.commands:
+            if command not in ran:
+                ran[command] = []
+                if not run(command, ran[command]):
+                    broken.add(command)
+        failed = [command for command in row.commands if command in broken]
+        lines = [line for command in row.commands for line in ran[command]]
         found = list(row.figures(lines)) if not failed else []
         value = found[0] if len(found) == 1 else found or None
         why = {"failed": failed} if failed else {}

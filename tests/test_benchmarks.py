@@ -505,6 +505,20 @@ def test_a_dashboard_is_measured_by_what_it_holds(bench: Bench) -> None:
     assert line["fact_us"] > 0
 
 
+@pytest.mark.procs
+@pytest.mark.nightly
+def test_a_run_is_watched_in_turns_with_nobody_who_watches(bench: Bench) -> None:
+    words = "--part cost --alternations 2 --window 1.7"
+    (line,) = bench(dashboard.main, words)
+    assert (line["viewers"], line["alternations"]) == (3, 2)
+    assert 0 < line["ratio_low"] <= line["ratio"] <= line["ratio_high"]
+    assert 0 < line["ratio_control_low"] <= line["ratio_control_high"]
+    assert line["board_cores"] > line["viewers_cores"] >= 0
+    assert set(line["cores_more_at_rest"]) == set(line["task_cores"])
+    assert line["steps_per_s"] > 10
+    assert line["rss_mb"] > 20
+
+
 def test_epsilon_of_digits_is_that_of_the_accountant(bench: Bench) -> None:
     (line,) = bench(apart.main, "--kind privacy --steps 3 --rounds 1")
     assert 0 < line["epsilon"] < 8

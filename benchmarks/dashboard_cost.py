@@ -1,0 +1,312 @@
+"""What a dashboard with three viewers costs a run: it comes and goes while that trains.
+
+One long run of a ps and a worker that keep two cores busy. Windows of some seconds
+follow each other in blocks of three, in a random order: a dashboard with its journal is
+attached to the cluster and three read its stream; nothing is; nothing is once more. The
+first second of each window counts for nothing: a dashboard that comes is told of the
+whole run. What belongs to one block is compared, and the medians of all blocks have the
+interval in which they are 95 times of 100 (the bootstrap). The two windows without a
+dashboard, compared in the same way, say how much of that is noise (``control``).
+
+The dashboard is a process beside the tasks, as on the host of the master, and what it
+takes of the cores is part of what is found; it is told by itself too. Who reads is on
+another machine in reality, and so is niced here; that process is told by itself.
+"""
+
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, Final, Self, final
+
+import numpy as np
+import optax
+import psutil
+from flax import nnx
+
+import jgraph as jg
+from benchmarks import measure
+from benchmarks.dashboard_beside import VIEWERS
+
+STATES: Final = ("on", "off", "control")
+DROPPED_S: Final = 1.0
+_BEFORE_END_S: Final = 0.2
+"""Steps are dated to some hundredths of a second of our clock."""
+_WIDTH, _BATCH, _EXAMPLES = 64, 64, 8192
+_FOR_EVER: Final = 10**9
+_AT_REST: Final = 5
+"""Blocks without steps."""
+
+
+@final
+class Beside:
+    """A dashboard and its viewers, in two processes that are there all the time.
+
+    Args:
+      target: address of the cluster.
+      directory: for journals.
+    """
+
+    def __init__(self, target: str, directory: Path) -> None:
+        command = [sys.executable, "-m", "benchmarks.dashboard_beside"]
+        self._processes = [
+            subprocess.Popen(
+                [*command, *role],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for role in (["dashboard", target, str(directory)], ["viewers"])
+        ]
+        self.dashboard, self.viewers = (one.pid for one in self._processes)
+        self._is_on = False
+
+    def switch(self, state: str) -> None:
+        """Attaches a dashboard, or detaches it; returns when that is so."""
+        if (state == "on") is self._is_on:
+            return
+        self._is_on = not self._is_on
+        if self._is_on:
+            url = self._told(0, "attach")
+            self._told(1, url)
+        else:
+            self._told(0, "detach")
+
+    def _told(self, process: int, line: str) -> str:
+        asked, answers = self._processes[process].stdin, self._processes[process].stdout
+        assert asked is not None
+        assert answers is not None
+        asked.write(line + "\n")
+        asked.flush()
+        answer = answers.readline().strip()
+        if not answer:
+            raise RuntimeError(f"what was told to {line} has ended")
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A time in which nothing was switched.
+
+    Attributes:
+      began: on the monotonic clock.
+      ended: likewise.
+      used: CPU seconds, by task.
+      beside: CPU seconds of the dashboard, and of its viewers.
+      steps: that were done.
+    """
+
+    began: float
+    ended: float
+    used: Mapping[str, float]
+    beside: Sequence[float]
+    steps: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    def cores(self, task: str) -> float:
+        """What a task used of a core."""
+        return self.used[task] / self.seconds
+
+    @property
+    def step_us(self) -> float:
+        """CPU of a step, of all tasks together."""
+        return 1e6 * sum(self.used.values()) / self.steps
+
+    def with_steps(self, done: Any) -> "Window":
+        """Returns it with its steps, of those done at these times in order."""
+        first, end = np.searchsorted(done, (self.began, self.ended))
+        return Window(self.began, self.ended, self.used, self.beside, int(end - first))
+
+
+Block = Mapping[str, Window]
+"""By state."""
+
+
+@final
+class Watch:
+    """Windows of a cluster, with a dashboard and without.
+
+    Args:
+      cluster: that is watched.
+      beside: what watches.
+      seconds: of a window.
+      seed: of the order.
+    """
+
+    def __init__(
+        self, cluster: jg.LocalCluster, beside: Beside, seconds: float, seed: int
+    ) -> None:
+        self._tasks = {str(task): cluster.pid(task) for task in cluster.tasks()}
+        self._beside = beside
+        self._seconds = seconds
+        self._order = random.Random(seed)  # noqa: S311  # an order, no secret
+
+    def blocks(self, count: int) -> list[Block]:
+        """Looks at so many windows of each state."""
+        return [self._block() for _ in range(count)]
+
+    def _block(self) -> Block:
+        states = self._order.sample(STATES, len(STATES))
+        return {state: self._window(state) for state in states}
+
+    def _window(self, state: str) -> Window:
+        self._beside.switch(state)
+        _wait(DROPPED_S)
+        began, before, beside = time.monotonic(), self._used(), self._used_beside()
+        _wait(self._seconds - DROPPED_S - _BEFORE_END_S)
+        ended, after = time.monotonic(), self._used()
+        took = [b - a for a, b in zip(beside, self._used_beside(), strict=True)]
+        _wait(_BEFORE_END_S)
+        used = {task: after[task] - before[task] for task in after}
+        return Window(began, ended, used, took)
+
+    def _used(self) -> dict[str, float]:
+        return {task: measure.cpu_seconds(pid) for task, pid in self._tasks.items()}
+
+    def _used_beside(self) -> list[float]:
+        pids = self._beside.dashboard, self._beside.viewers
+        return [measure.cpu_seconds(pid) for pid in pids]
+
+
+def _wait(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+class Model(nnx.Module):
+    """A network whose steps take about a millisecond."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(_WIDTH, _WIDTH, rngs=rngs) for _ in "ab"])
+
+    def __call__(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = nnx.relu(layer(x))
+        return x
+
+
+def _loss(model: Model, batch: Any) -> Any:
+    return ((model(batch["x"]) - 1) ** 2).mean()
+
+
+@contextmanager
+def training(cluster: jg.LocalCluster) -> Iterator[Callable[[], Any]]:
+    """Trains meanwhile; gives what ends that, and returns when each step was done."""
+    x = np.random.default_rng(0).random((_EXAMPLES, _WIDTH), np.float32)
+    with jg.Trainer(Model(), _loss, optax.sgd(1e-4), cluster=cluster) as trainer:
+        trainer.fit({"x": x}, steps=200, batch_size=_BATCH, progress=False)
+        run = trainer.fit(
+            {"x": x}, steps=_FOR_EVER, batch_size=_BATCH, progress=False, block=False
+        )
+
+        def end() -> Any:
+            run.stop()
+            run.wait(60)
+            done = np.sort(run.metrics("loss")["seconds"])
+            return done + (time.monotonic() - done[-1])
+
+        try:
+            yield end
+        finally:
+            run.stop()
+            run.wait(60)
+
+
+def _cores(task: str, window: Window) -> float:
+    return window.cores(task)
+
+
+def without(block: Block, figure: Callable[[Window], float]) -> float:
+    """Returns a figure of a block without a dashboard: of both windows the mean."""
+    return mean(figure(block[state]) for state in STATES[1:])
+
+
+def ratios(
+    name: str, blocks: Sequence[Block], figure: Callable[[Window], float]
+) -> dict[str, float]:
+    """Returns a figure with a dashboard of that without, and the control."""
+    on = [figure(block["on"]) / without(block, figure) for block in blocks]
+    same = [figure(block["control"]) / figure(block["off"]) for block in blocks]
+    return {
+        **measure.interval(name, on, 4),
+        **measure.interval(f"{name}_control", same, 4),
+    }
+
+
+def more(
+    name: str, blocks: Sequence[Block], figure: Callable[[Window], float]
+) -> dict[str, float]:
+    """Returns what a figure with a dashboard has more than without, and the control."""
+    on = [figure(block["on"]) - without(block, figure) for block in blocks]
+    same = [figure(block["control"]) - figure(block["off"]) for block in blocks]
+    return {
+        **measure.interval(name, on, 4),
+        **measure.interval(f"{name}_control", same, 4),
+    }
+
+
+def cost(alternations: int, seconds: float, seed: int = 0) -> None:
+    """Prints what watching costs a run, and what it takes of tasks at rest."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        cluster = stack.enter_context(jg.LocalCluster(ps=1, workers=1))
+        beside = stack.enter_context(Beside(cluster.target, directory))
+        watch = Watch(cluster, beside, seconds, seed)
+        beside.switch("on")  # all is loaded by then
+        began, load = time.monotonic(), psutil.getloadavg()[0]
+        with training(cluster) as end:
+            _wait(2 * DROPPED_S)
+            windows = watch.blocks(alternations)
+            done = end()
+        blocks = [{s: w.with_steps(done) for s, w in one.items()} for one in windows]
+        at_rest = watch.blocks(_AT_REST)
+        rss = psutil.Process(beside.dashboard).memory_info().rss / 1e6
+        tasks, master = [str(task) for task in cluster.tasks()], str(cluster.master)
+    rate = lambda window: window.steps / window.seconds
+    parts = ("board_cores", "viewers_cores")
+    measure.emit(
+        "dashboard",
+        part="cost",
+        alternations=alternations,
+        viewers=VIEWERS,
+        **ratios("ratio", blocks, rate),
+        **ratios("cpu_ratio", blocks, lambda window: window.step_us),
+        **more("master_cores_more", blocks, partial(_cores, master)),
+        steps_per_s=round(median(without(one, rate) for one in blocks)),
+        task_cores={
+            task: round(median(one["off"].cores(task) for one in blocks), 3)
+            for task in tasks
+        },
+        cores_more_at_rest={
+            task: more("more", at_rest, partial(_cores, task)) for task in tasks
+        },
+        **{
+            part: round(
+                median(one["on"].beside[at] / one["on"].seconds for one in blocks), 4
+            )
+            for at, part in enumerate(parts)
+        },
+        rss_mb=round(rss, 1),
+        seconds=round(time.monotonic() - began, 1),
+        load_before=round(load, 1),
+    )
