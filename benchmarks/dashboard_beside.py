@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -82,10 +82,11 @@ def read(url: str, seen: threading.Semaphore) -> None:
     events = connection.getresponse()
     assert events.status == 200, events.status
     is_new = True
-    while data := events.read1(1 << 16):
-        if is_new and b"event: state" in data:
-            is_new = False
-            seen.release()
+    with suppress(http.client.HTTPException):  # the dashboard is gone
+        while data := events.read1(1 << 16):
+            if is_new and b"event: state" in data:
+                is_new = False
+                seen.release()
     connection.close()
 
 

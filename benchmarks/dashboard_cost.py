@@ -228,9 +228,12 @@ def training(cluster: jg.LocalCluster) -> Iterator[Callable[[], Any]]:
         def end() -> Any:
             run.stop()
             run.wait(60)
-            done = np.sort(run.metrics("loss")["seconds"])
+            losses = run.metrics("loss")
+            done, steps = losses["seconds"], losses["step"]
             # On our clock: the report that came soonest after its last step.
-            return done + min(now - done[step - 1] for now, step in told if step)
+            last = np.searchsorted(steps, [step for _, step in told])
+            soonest = zip(told, last, strict=True)
+            return done + min(at - done[n] for (at, _), n in soonest if n < len(done))
 
         try:
             yield end
