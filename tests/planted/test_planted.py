@@ -220,6 +220,13 @@ BUGS: Final = {
         "tests/server/runs/test_standby.py::"
         "test_standby_that_is_behind_reads_the_rest_from_another_one",
     ),
+    "a standby does not wait for the step of a master that is there": Bug(
+        "server/runs/standby.py",
+        "if task == self.master and not is_there:",
+        "if task == self.master:",
+        "tests/server/runs/test_standby.py::"
+        "test_a_step_under_way_of_a_master_that_only_its_client_misses_is_waited_for",
+    ),
     "a standby does not wait for one that may have read more": Bug(
         "coordination/run/election.py",
         "if now - self._began_s < SILENT_S:",

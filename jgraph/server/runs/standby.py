@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, Final, Protocol, TypeVar, final
 
@@ -397,7 +397,7 @@ class Standby:
         try:
             self._check_read(holders)
             await check_master(self._peers, run, term)  # perhaps another one was since
-            await self._go_on(term, error)
+            await self._go_on(term, holders)
         except FencedError as fenced:  # it goes on elsewhere
             self.supervisor.fail(fenced)
         except Exception as failed:  # noqa: BLE001  # who watches it would wait for ever
@@ -421,11 +421,14 @@ class Standby:
             task=self.master,
         )
 
-    async def _go_on(self, term: int, why: JGError) -> None:
+    async def _go_on(self, term: int, holders: Collection[str]) -> None:
         """Ends the loops of the lost master, and begins the next ones."""
         orders, record = self.supervisor.loops, self.supervisor.record
         loops = orders.newest
-        ends = [self._end_loop(order, term, why) for order in loops]
+        ends = [
+            self._end_loop(order, term, is_there=order.loop in holders)
+            for order in loops
+        ]
         names = [order.loop for order in loops]
         states = dict(zip(names, await asyncio.gather(*ends), strict=True))
         if self._replay.deals:
@@ -446,11 +449,18 @@ class Standby:
         self.supervisor.resume(events)
 
     async def _end_loop(
-        self, order: pb.RunLoop, term: int, why: JGError
+        self, order: pb.RunLoop, term: int, *, is_there: bool
     ) -> str | JGError:
-        """Ends a loop and takes what it has not told; returns how it ended."""
+        """Ends a loop and takes what it has not told; returns how it ended.
+
+        Args:
+          order: of the loop.
+          term: of this master.
+          is_there: who has begun it answers. So may a master that only its client does
+            not reach: its worker may have a long step under way.
+        """
         task, limit_s = TaskName(order.task), bounded_s(order.step_timeout_s)
-        if task == self.master and not isinstance(why, TaskLeavingError):
+        if task == self.master and not is_there:
             limit_s = _LOST_REPLY_S
         stop = pb.StopLoop(
             loop=order.loop,

@@ -180,6 +180,8 @@ class Behind:
         """Of standbys that took its place."""
         self.dealers = Dealers(SetClock())
         self.loops_end = "stopped"
+        self.accounts_s = dict[str, float]()
+        """For how long each task was asked to end its loop."""
         self.others: list[Frame] = []
         """What another standby has read."""
         self.newest_loop = ""
@@ -213,6 +215,7 @@ class Behind:
         if method == "StopLoop" and body_of(request).loop:
             await asyncio.sleep(0)  # what was let go would end here
             self.held_at.append(self.is_held)
+            self.accounts_s[task] = body_of(request).timeout_s
             ended = pb.LoopReport(state=self.loops_end)
             return frame(loop_report=ended, tensors=[np.arange(1), np.full(1, 5.0)])
         if method == "Variables":
@@ -459,6 +462,27 @@ def test_run_that_its_heir_cannot_go_on_with_has_failed() -> None:
         with pytest.raises(InternalError, match="it cannot be saved"):
             async for _ in door.heirs[0].record.reports():
                 pass
+
+    run_async(main(), timeout_s=20)
+
+
+@pytest.mark.row(20)
+@pytest.mark.parametrize(("newest", "waits_s"), [("w", 30.0), ("", 1.0)])
+def test_a_step_under_way_of_a_master_that_only_its_client_misses_is_waited_for(
+    newest: str, waits_s: float
+) -> None:
+    """Else its batch is dealt again, and nobody tells. One that is gone says nothing."""
+
+    async def main() -> None:
+        own = pb.RunLoop(loop="w", task=MASTER, run="r", term=1, step_timeout_s=30.0)
+        door = Behind([frame(run_loop=own), BEGUN], TaskLostError("lost"))
+        door.newest_loop = newest
+        follows = standby(door)
+        follows.succeed()
+        await follows.work()
+        assert (await door.began.get()).task == MASTER
+        assert door.accounts_s == {MASTER: waits_s}
+        door.heirs[0].close()
 
     run_async(main(), timeout_s=20)
 
