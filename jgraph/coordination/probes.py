@@ -33,6 +33,8 @@ _PRODUCTS, _SLOW = 12, 4
 _SMALL: Final = 16
 _CLEAR: Final = 0.1
 """Of a time: what differs by less is taken for noise."""
+_ALIKE: Final = 1.5
+"""Tasks of a host of which one takes more times as long as the other are not alike."""
 LARGE: Final = 1 << 20
 """Numbers of four bytes in a large message."""
 
@@ -189,6 +191,30 @@ def typical(times: Sequence[Seen]) -> Seen:
     """Returns the medians of what several tasks took."""
     columns = zip(*(astuple(one) for one in times), strict=True)
     return Seen(*map(statistics.median, columns))
+
+
+def alike(times: Mapping[TaskName, Seen], task: TaskName) -> list[Seen]:
+    """Returns what tasks took that are as fast as one; the others are another kind.
+
+    Tasks of one host may have different shares of it, as by limits of their containers.
+
+    Args:
+      times: of tasks that should be as fast as each other.
+      task: one of them.
+
+    Example:
+      >>> fast, like_it, slow = (Seen(s, s, s, s, s) for s in (1.0, 1.2, 2.0))
+      >>> names = [TaskName(f"/job:worker/task:{n}") for n in range(3)]
+      >>> times = dict(zip(names, [fast, like_it, slow]))
+      >>> [len(alike(times, name)) for name in names]
+      [2, 2, 1]
+    """
+    own = times[task].computing
+    return [
+        other
+        for other in times.values()
+        if max(own, other.computing) <= _ALIKE * min(own, other.computing)
+    ]
 
 
 def links_of(

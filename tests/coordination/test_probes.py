@@ -3,7 +3,8 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from jgraph.coordination.probes import bandwidth
+from jgraph.coordination.probes import Seen, alike, bandwidth
+from jgraph.graph.ir import TaskName
 
 MOST, NBYTES = 2e10, 1 << 22
 NOISE = st.lists(st.floats(0, 0.5), min_size=3, max_size=8)
@@ -36,3 +37,14 @@ def test_a_link_is_measured_by_the_moments_without_other_work() -> None:
 def test_no_link_is_faster_than_memory() -> None:
     assert bandwidth([0.0], [1e-9], NBYTES, MOST) == MOST
     assert bandwidth([0.0], [0.0], NBYTES, MOST) == MOST
+
+
+def took(seconds: float) -> Seen:
+    return Seen(seconds, seconds, seconds, seconds, idle=1e-4)
+
+
+def test_tasks_of_a_host_are_alike_unless_one_takes_half_as_long_again() -> None:
+    names = [TaskName(f"/job:worker/task:{n}") for n in range(4)]
+    times = dict(zip(names, map(took, (1.0, 1.4, 2.0, 4.0)), strict=True))
+    found = [[other.products for other in alike(times, name)] for name in names]
+    assert found == [[1.0, 1.4], [1.0, 1.4, 2.0], [1.4, 2.0], [4.0]]

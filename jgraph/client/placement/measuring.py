@@ -14,6 +14,7 @@ from jgraph.coordination.probes import (
     LinkProbe,
     Seen,
     SpeedProbe,
+    alike,
     bandwidth,
     links_of,
     seen,
@@ -111,9 +112,9 @@ class _Measuring:
             for group, probe in zip(groups, speeds, strict=True)
         }
         task_speeds = {
-            task: typical([times[t,][t] for t in self._like(task)]).speed(
-                self._hosts[task]
-            )
+            task: typical(
+                alike({t: times[t,][t] for t in self._like(task)}, task)
+            ).speed(self._hosts[task])
             for task in self._tasks
         }
         small, large = (call_times[probe.handle] for probe in calls)
@@ -134,7 +135,7 @@ class _Measuring:
         return tasks if len(tasks) > 1 else ()
 
     def _like(self, task: TaskName) -> list[TaskName]:
-        """Returns the tasks that are as fast as one: of its host, on its kind."""
+        """Returns the tasks that should be as fast as one: of its host, on its kind."""
         kinds = self._cluster.platforms
         return [
             t
