@@ -23,6 +23,7 @@ from jgraph.client.status import ClusterStatus, HashTableStatus
 from jgraph.cluster.events import Event
 from jgraph.errors import FeedError
 from jgraph.graph.ir import TaskName
+from jgraph.plan.auto.chain import Balance, StageCost
 from jgraph.plan.auto.cost_model import CostModel, Link, TaskSpeed
 from jgraph.train.checkpoint.flax_checkpoints import Imported
 from jgraph.train.run.members import RunMember, RunMembers
@@ -106,6 +107,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         "LocalSGD": jg.LocalSGD(sync_every=20),
         "Federated": jg.Federated(local_epochs=5, fraction=0.1, min_clients=8),
         "Pipeline": pipe,
+        "Pipeline.balance": Balance(
+            (StageCost(TaskName(EVIL), 0, 1, 1e6, 1e9, 1e-3, 0.0, 9),), 1e-3
+        ),
         "Privacy": jg.Privacy(noise_multiplier=1.1, clip=1.0, delta=1e-5),
         "RoundRobin": jg.RoundRobin(),
         "SecureSum": jg.SecureSum(threshold=3),
@@ -213,6 +217,7 @@ SHOWN = [
         "Cluster.trace",
         "Dashboard.show",
         "Graph.show",
+        "Pipeline.balance",
         "Pipeline.schedule",
         "Trainer.imported",
         "auto.report",

@@ -50,6 +50,14 @@ class Stage:
         """Returns the types of what it gives."""
         return self._tried(partial(jax.eval_shape, self.apply), params, inputs)
 
+    def applied(self, params: Tree, inputs: Tree) -> Tree:
+        """Returns what it gives.
+
+        Raises:
+          PipelineError: it does not take the inputs.
+        """
+        return self._tried(self.apply, params, inputs)
+
     def _tried(self, fn: Callable[[Any, Any], Tree], first: Any, inputs: Tree) -> Tree:
         try:
             return fn(first, inputs)
@@ -65,22 +73,32 @@ def does_not_take(what: str, inputs: Tree, error: Exception) -> PipelineError:
     return PipelineError(f"{what} does not take {types_text(inputs)}: {first}")
 
 
-def as_stage(number: int, stage: Any) -> Stage:
+def as_stage(number: int, stage: Any, kind: str = "stage") -> Stage:
     """Returns a stage that is a Flax module or a function.
+
+    Args:
+      number: of the stage.
+      stage: what the user gave.
+      kind: what it is, for messages: a stage, or a layer of one.
 
     Raises:
       PipelineError: it is neither, or has other state than parameters.
     """
-    what = f"stage {number} ('{getattr(stage, '__name__', type(stage).__name__)}')"
+    what = f"{kind} {number} ('{getattr(stage, '__name__', type(stage).__name__)}')"
     if isinstance(stage, nn.Module):
         return Stage(what, _linen_apply(stage), partial(_linen_init, what, stage))
     if isinstance(stage, nnx.Module):
         return _nnx_stage(what, stage)
     if isinstance(stage, type) or not callable(stage):
         raise PipelineError(
-            f"{what} is no stage; give a Flax module, or a function (params, x)"
+            f"{what} is no {kind}; give a Flax module, or a function (params, x)"
         )
     return Stage(what, stage)
+
+
+def without_targets(apply: Apply) -> Callable[[Tree, Tree, Tree], Tree]:
+    """Returns the function of a stage as one that is given targets, too."""
+    return lambda params, inputs, _: apply(params, inputs)
 
 
 def types_text(tree: Tree) -> str:

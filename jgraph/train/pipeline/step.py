@@ -30,7 +30,7 @@ from jgraph.train.tables.ids import without_no_id
 class PipelineStep:
     """Variables of a pipeline, and the function that trains them.
 
-    Parameters of stage ``s`` and the optimizer's state for them live on the stage's
+    Parameters of stage (or layer) ``s`` and the optimizer's state for them live on its
     task; they are called ``params/<s>/…`` and ``opt/…/<s>/…``. Of tables, only the rows
     travel that a batch looks up, and only they are updated.
 
@@ -38,9 +38,9 @@ class PipelineStep:
       value_and_grad: from (parameters, x, targets) to loss and gradients, and with
         ``input_gradients`` those of x.
       apply: from (parameters, x) to what the last stage gives.
-      params: initial parameters of each stage.
+      params: initial parameters of each stage (or layer).
       tx: the optimizer.
-      devices: of each stage.
+      devices: of each of these.
       container: of the variables.
       tables: initial values by the name that their ids have in ``x``.
       table_device: where tables live.
