@@ -69,6 +69,7 @@ POINTS: Final = (
     "rescale.rested",
     "rescale.copied",
     "rescale.moved",
+    "rescale.told",
     "rescale.switched",
     "rescale.retired",
     "stand_in.copied",

@@ -421,10 +421,24 @@ BUGS: Final = {
     ),
     "a rescale is journalled nowhere": Bug(
         "server/runs/rescaling/rescaler.py",
-        "        self._record.rescale(switch, self._losses.holders)\n",
+        '        failpoint("rescale.told")\n        self._record.rescale(switch)\n',
         "",
+        "tests/train/strategies/test_elastic_ps.py::"
+        "test_synchronous_training_that_is_rescaled_is_that_of_plain_jax",
+    ),
+    "no ps is told where the variables lie": Bug(
+        "server/runs/rescaling/rescaler.py",
+        "await check_master(*world, switch=news)",
+        "await check_master(*world)",
         "tests/simulation/test_rescales.py::"
-        "test_a_master_that_dies_when_ps_were_switched_leaves_an_heir_that_knows",
+        "test_a_standby_that_never_heard_of_a_switch_learns_of_it_from_the_ps",
+    ),
+    "a client gives values back where it looked last": Bug(
+        "server/runs/saving/state_source.py",
+        'self._ask("state", self.client.order.ps.now)',
+        'self._ask("state")',
+        "tests/simulation/test_rescales.py::"
+        "test_a_run_whose_client_alone_knows_of_a_switch_goes_back_to_the_ps_before",
     ),
     "variables that have moved stay where they were, too": Bug(
         "server/runs/rescaling/rescaler.py",

@@ -10,9 +10,11 @@ import pytest
 from tests.support.simulation.faulty_run import FIRST, RUNS
 from tests.support.simulation.ps_runs import (
     Faults,
+    all_die_that_know,
     client_is_away,
     dies_as_it_goes_back,
     dies_as_loops_end,
+    dies_unheard,
     dies_when_switched,
     link_is_silent,
     master_leaves,
@@ -42,6 +44,22 @@ def switches_of(faults: Faults, runs: int) -> int:
 def test_a_master_that_dies_when_ps_were_switched_leaves_an_heir_that_knows() -> None:
     """All ps live, so the run does not go back, whichever arrangement it has."""
     assert switches_of(dies_when_switched, RUNS // 8)
+
+
+@pytest.mark.row(46)
+def test_a_standby_that_never_heard_of_a_switch_learns_of_it_from_the_ps() -> None:
+    """Their variables are elsewhere already, and its master is lost."""
+    assert switches_of(dies_unheard, RUNS // 16)
+
+
+@pytest.mark.row(46)
+def test_a_run_whose_client_alone_knows_of_a_switch_goes_back_to_the_ps_before() -> (
+    None
+):
+    """The client gives values back, and looks where these are to be."""
+    for seed in range(FIRST, FIRST + max(3, RUNS // 16)):
+        world = rescaled(seed, all_die_that_know)
+        assert (world.restores, world.why()) == (1, "None")
 
 
 @pytest.mark.row(46, 54)

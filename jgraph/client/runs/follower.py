@@ -239,6 +239,8 @@ class RunFollower:
                 self._beside(lambda: self._look_for_starters(question, waits))
             case "state":
                 self._renew_addresses()
+                if question.ps:  # a master before may have been lost over a switch
+                    owner.move_to(question.ps)
                 self._inbox.put(question)
             case _:  # loops that stand still wait for no report
                 self._inbox.put(question, urgent=question.kind == "halted")

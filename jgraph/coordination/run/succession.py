@@ -140,6 +140,7 @@ class MasterTerms:
     def __init__(self) -> None:
         self._newest: OrderedDict[str, int] = OrderedDict()
         self._loops: dict[str, str] = {}
+        self._switches: dict[str, bytes] = {}
 
     def begin(self, run: str, term: int, loop: str) -> None:
         """Takes note of a loop that a master begins here.
@@ -160,6 +161,24 @@ class MasterTerms:
         """Returns the newest loop of a run here; empty: none is known."""
         return self._loops.get(run, "")
 
+    def switch(self, run: str, term: int, switch: bytes) -> None:
+        """Takes note that the variables of a run lie on other ps from now on.
+
+        Args:
+          run: its name.
+          term: of the master that says so.
+          switch: what it says, for a master that has not read it.
+
+        Raises:
+          FencedError: a later master of that run was here already.
+        """
+        self.check(run, term)
+        self._switches[run] = switch
+
+    def newest_switch(self, run: str) -> bytes:
+        """Returns the newest switch of a run; empty: none was told here."""
+        return self._switches.get(run, b"")
+
     def check(self, run: str, term: int, *, takes_over: bool = False) -> None:
         """Takes note of who gives an order.
 
@@ -177,7 +196,9 @@ class MasterTerms:
         newest = max(term, before)
         self._newest[run] = newest
         if len(self._newest) > _KEPT:
-            self._loops.pop(self._newest.popitem(last=False)[0], None)
+            forgotten, _ = self._newest.popitem(last=False)
+            self._loops.pop(forgotten, None)
+            self._switches.pop(forgotten, None)
         if term < newest or (takes_over and term == before):
             raise FencedError(
                 f"an order of master {term} of run '{run}' came after master {newest} "

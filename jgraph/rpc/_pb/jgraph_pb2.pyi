@@ -2673,6 +2673,26 @@ class RunRescaled(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class HoldersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NUMBER_FIELD_NUMBER: _builtins.int
     BEFORE_FIELD_NUMBER: _builtins.int
     PS_FIELD_NUMBER: _builtins.int
@@ -2683,6 +2703,7 @@ class RunRescaled(_message.Message):
     COPIES_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, … of the run; what was given up has others"""
     before: _builtins.int
@@ -2707,6 +2728,10 @@ class RunRescaled(_message.Message):
     def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunCopy]:
         """that are kept from here on"""
 
+    @_builtins.property
+    def holders(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """processes of all tasks that hold the state then"""
+
     def __init__(
         self,
         *,
@@ -2720,10 +2745,11 @@ class RunRescaled(_message.Message):
         copies: _abc.Iterable[Global___RunCopy] | None = ...,
         step: _builtins.int = ...,
         why: _builtins.str = ...,
+        holders: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "copies", b"copies", "handles", b"handles", "nbytes", b"nbytes", "number", b"number", "paused_s", b"paused_s", "ps", b"ps", "seconds", b"seconds", "step", b"step", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "copies", b"copies", "handles", b"handles", "holders", b"holders", "nbytes", b"nbytes", "number", b"number", "paused_s", b"paused_s", "ps", b"ps", "seconds", b"seconds", "step", b"step", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3189,6 +3215,7 @@ class StopLoop(_message.Message):
     HALT_FIELD_NUMBER: _builtins.int
     GO_ON_FIELD_NUMBER: _builtins.int
     TAKES_OVER_FIELD_NUMBER: _builtins.int
+    SWITCH_FIELD_NUMBER: _builtins.int
     loop: _builtins.str
     task: _builtins.str
     lost: _builtins.str
@@ -3212,8 +3239,15 @@ class StopLoop(_message.Message):
     """
     takes_over: _builtins.bool
     """Without `loop`: `term` is that of a master that takes over, so it is refused as well if
-    another one had it. The answer is a LoopReport that names the newest loop of the run.
+    another one had it. The answer is a LoopReport that names the newest loop of the run,
+    and the newest switch that the task was told.
     """
+    @_builtins.property
+    def switch(self) -> Global___RunRescaled:
+        """Without `loop`: the variables of the run lie on other ps now, which is told to these
+        before anybody else hears of it, for a master that has not read so in the journal.
+        """
+
     def __init__(
         self,
         *,
@@ -3229,10 +3263,11 @@ class StopLoop(_message.Message):
         halt: _builtins.int = ...,
         go_on: _builtins.int = ...,
         takes_over: _builtins.bool = ...,
+        switch: Global___RunRescaled | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["switch", b"switch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "after", b"after", "go_on", b"go_on", "halt", b"halt", "loop", b"loop", "lost", b"lost", "pause", b"pause", "run", b"run", "takes_over", b"takes_over", "task", b"task", "term", b"term", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "after", b"after", "go_on", b"go_on", "halt", b"halt", "loop", b"loop", "lost", b"lost", "pause", b"pause", "run", b"run", "switch", b"switch", "takes_over", b"takes_over", "task", b"task", "term", b"term", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

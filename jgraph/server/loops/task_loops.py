@@ -350,8 +350,7 @@ class TaskLoops:
         elif body.loop and body.loop not in self._ended:
             self._early.append(body)
         elif not body.loop:  # another master says so, and asks for what it may not know
-            newest = self._terms.newest_loop(body.run)
-            yield frame(loop_report=pb.LoopReport(loop=newest))
+            yield frame(loop_report=known_of_run(self._terms, body))
             return
         yield frame(empty=pb.Empty())
 
@@ -390,3 +389,21 @@ class TaskLoops:
                 loop=order.loop,
             )
         return await record.account(order.after, bounded_s(order.timeout_s))
+
+
+def known_of_run(terms: MasterTerms, order: pb.StopLoop) -> pb.LoopReport:
+    """Returns what a task knows of a run, for a master that may not have read it.
+
+    Args:
+      terms: of the task.
+      order: who is the master, and perhaps where the variables of the run lie now.
+
+    Raises:
+      FencedError: a later master of that run was here already.
+    """
+    if order.HasField("switch"):
+        terms.switch(order.run, order.term, order.switch.SerializeToString())
+    known = pb.LoopReport(loop=terms.newest_loop(order.run))
+    if switch := terms.newest_switch(order.run):
+        known.rescaled.ParseFromString(switch)
+    return known

@@ -219,15 +219,10 @@ class Journal:
         account = account.reached(account.first + self._steps)
         return {POSITION_KEY: account.reached(updates).plain()}
 
-    def rescale(self, switch: pb.RunRescaled, holders: Mapping[str, str]) -> None:
-        """Takes note that the variables of the run lie on other ps now.
-
-        Args:
-          switch: says so.
-          holders: processes of all tasks that hold its state then.
-        """
+    def rescale(self, switch: pb.RunRescaled) -> None:
+        """Takes note that the variables of the run lie on other ps now."""
         self._order.holders.clear()
-        self._order.holders.update(holders)
+        self._order.holders.update(switch.holders)
         body = pb.LoopReport(state="rescaled", rescaled=switch, seconds=self.seconds)
         self.again(frame(loop_report=body, tensors=_NOTHING))
         order = pb.OpenRun()

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol, final
 
 from jgraph.cluster.deadlines import CONTROL_S
 from jgraph.errors import FencedError, JGError, TaskLostError
@@ -133,9 +134,28 @@ async def reaches_state(peers: Peers, order: pb.OpenRun, worker: TaskName) -> bo
     return False
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class KnownOfRun:
+    """What tasks know of a run, whoever its master was.
+
+    Attributes:
+      loops: the newest loop on each task that has had one, and which task that is.
+      switch: the newest that was told; None: none was.
+    """
+
+    loops: Mapping[str, TaskName]
+    switch: pb.RunRescaled | None
+
+
 async def check_master(
-    peers: Peers, run: str, term: int, *, takes_over: bool = False
-) -> dict[str, TaskName]:
+    peers: Peers,
+    run: str,
+    term: int,
+    *,
+    takes_over: bool = False,
+    switch: tuple[Iterable[TaskName], pb.RunRescaled] | None = None,
+) -> KnownOfRun:
     """Tells all tasks that answer who is the master of a run.
 
     Args:
@@ -143,25 +163,34 @@ async def check_master(
       run: its name.
       term: of its master.
       takes_over: it is that from now on, and no other master has this term.
+      switch: of the variables to other ps, and who is to know it, instead of all tasks.
 
     Returns:
-      The newest loop of the run on each task that has had one, and which task that is.
+      What those that answer know.
 
     Raises:
       FencedError: one of them has heard of a later one.
     """
-    request = frame(stop_loop=pb.StopLoop(run=run, term=term, takes_over=takes_over))
+    order = pb.StopLoop(run=run, term=term, takes_over=takes_over)
     tasks = list(peers.tasks())
-    calls = [peers.call(task, "StopLoop", request) for task in tasks]
+    if switch is not None:
+        tasks = list(switch[0])
+        order.switch.CopyFrom(switch[1])
+    calls = [peers.call(task, "StopLoop", frame(stop_loop=order)) for task in tasks]
     loops: dict[str, TaskName] = {}
+    switches: list[pb.RunRescaled] = []
     replies = await asyncio.gather(*calls, return_exceptions=True)
     for task, reply in zip(tasks, replies, strict=True):
         if isinstance(reply, FencedError):
             raise reply
         if isinstance(reply, Frame) and kind_of(reply) == "loop_report":
-            loops[body_of(reply).loop] = task
+            body = body_of(reply)
+            loops[body.loop] = task
+            if body.HasField("rescaled"):
+                switches.append(body.rescaled)
     loops.pop("", None)
-    return loops
+    newest = max(switches, key=lambda one: one.number, default=None)
+    return KnownOfRun(loops, newest)
 
 
 def of_task(task: TaskName, error: JGError) -> TaskLostError:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, Final, Protocol, TypeVar, final
 
@@ -37,7 +37,7 @@ from jgraph.rpc.transport import Frame
 from jgraph.runtime.compute_errors import as_error
 from jgraph.server.runs.journal_replay import JournalReplay
 from jgraph.server.runs.links import wait_reconnected
-from jgraph.server.runs.peers import LoopPeers, check_master
+from jgraph.server.runs.peers import KnownOfRun, LoopPeers, check_master
 from jgraph.server.runs.ps_setup import version_if_known
 from jgraph.server.runs.supervisor import REPLACED, RunSupervisor
 
@@ -233,13 +233,13 @@ class Standby:
         """Is the master from now on; False: a task has heard of a later one."""
         world = self._peers, self._order.run, term
         try:
-            loops = await check_master(*world, takes_over=True)
+            known = await check_master(*world, takes_over=True)
         except FencedError as fenced:  # one that may be lost already
             election.refused(int(fenced.details.get("term", term)))
             return False
         await self._read_longer(election)
         if not self.is_over:
-            await self._take_over(lost, term, loops)
+            await self._take_over(lost, term, known)
             self.is_over = True  # for who only follows
         return True
 
@@ -370,15 +370,13 @@ class Standby:
 
     # ------------------------------------------------------------ the succession
 
-    async def _take_over(
-        self, error: JGError, term: int, holders: Mapping[str, TaskName]
-    ) -> None:
+    async def _take_over(self, error: JGError, term: int, known: KnownOfRun) -> None:
         """Goes on with the run.
 
         Args:
           error: how the master was lost.
           term: of this one; all tasks that answer refuse earlier ones.
-          holders: the newest loops of the run, and where they are.
+          known: what these tasks know of the run.
         """
         run, record = self._order.run, self.supervisor.record
         if self.has_read and not self._replay.has_begun:
@@ -395,9 +393,9 @@ class Standby:
         self._order.term = term
         await self._begins(self._order, self.supervisor)
         try:
-            self._check_read(holders)
+            self._check_read(known.loops)
             await check_master(self._peers, run, term)  # perhaps another one was since
-            await self._go_on(term, holders)
+            await self._go_on(term, known)
         except FencedError as fenced:  # it goes on elsewhere
             self.supervisor.fail(fenced)
         except Exception as failed:  # noqa: BLE001  # who watches it would wait for ever
@@ -421,12 +419,12 @@ class Standby:
             task=self.master,
         )
 
-    async def _go_on(self, term: int, holders: Collection[str]) -> None:
+    async def _go_on(self, term: int, known: KnownOfRun) -> None:
         """Ends the loops of the lost master, and begins the next ones."""
         orders, record = self.supervisor.loops, self.supervisor.record
         loops = orders.newest
         ends = [
-            self._end_loop(order, term, is_there=order.loop in holders)
+            self._end_loop(order, term, is_there=order.loop in known.loops)
             for order in loops
         ]
         names = [order.loop for order in loops]
@@ -437,6 +435,8 @@ class Standby:
         record.term = term
         for order in loops:
             order.term = term
+        if self.supervisor.rescaler.learn(known.switch):
+            self.supervisor.learn_anew()
         self._saves(self._order, self.supervisor)
         arbiter = orders.arbiter
         if arbiter is not None and isinstance(states[arbiter.loop], JGError):

@@ -82,3 +82,17 @@ def test_as_many_runs_are_remembered_as_there_is_room_for() -> None:
     epochs.check("run-0", 1)  # forgotten
     with pytest.raises(FencedError):
         epochs.check("run-256", 1)
+
+
+def test_a_switch_is_known_until_its_run_is_forgotten() -> None:
+    """And none of a master that was replaced is taken."""
+    terms = MasterTerms()
+    assert terms.newest_switch("run") == b""
+    for switch in (b"first", b"second"):
+        terms.switch("run", 2, switch)
+    with pytest.raises(FencedError):
+        terms.switch("run", 1, b"late")
+    assert terms.newest_switch("run") == b"second"
+    for other in range(256):
+        terms.check(f"run-{other}", 1)
+    assert terms.newest_switch("run") == b""

@@ -471,7 +471,7 @@ def test_run_that_its_heir_cannot_go_on_with_has_failed() -> None:
 def test_a_step_under_way_of_a_master_that_only_its_client_misses_is_waited_for(
     newest: str, waits_s: float
 ) -> None:
-    """Else its batch is dealt again, and nobody tells. One that is gone says nothing."""
+    """Else its batch is dealt again untold. One that is gone says nothing."""
 
     async def main() -> None:
         own = pb.RunLoop(loop="w", task=MASTER, run="r", term=1, step_timeout_s=30.0)

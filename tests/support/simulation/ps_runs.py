@@ -1,12 +1,14 @@
 """Runs whose ps and workers join, leave and die, each by its number."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeAlias
 
 from jgraph.coordination.run.recovery import ATTEMPTS
 from jgraph.failpoints import armed
+from jgraph.graph.ir import TaskName
 from tests.support.simulation.member_faults import KILLS, STANDBYS_S, ElasticFaults
 from tests.support.simulation.members import WAYS
 from tests.support.simulation.ps_moves import MOST, RescaledWorld
@@ -27,6 +29,8 @@ OF_PS: Final = (
 )
 
 
+UNHEARD_S: Final = 30.0
+"""Longer than it waits for them."""
 DEAF_S: Final = 3.0
 """Less than it takes until a connection is given up."""
 UNREAD_S: Final = 1.5
@@ -112,15 +116,52 @@ async def dies_when_switched(world: RescaledWorld) -> None:
                 if task != master.task:
                     world.cut(master.task, task, DEAF_S)
 
-    def kill() -> None:
-        if (master := world.master()) is not None:
-            world.kill(master.task, DEAF_S)
-            raise asyncio.CancelledError  # a process that is gone does nothing more
-
     await asyncio.sleep(world.chance.uniform(STANDBYS_S, 2 * STANDBYS_S))
+    kill = partial(kill_master, world)
     with armed("rescale.switched", cut), armed("rescale.retired", kill):
         PsFaults(world).join(world)
         await asyncio.sleep(4 * STANDBYS_S)
+
+
+def kill_master(world: RescaledWorld) -> None:
+    """Kills a master at a point of its work."""
+    if (master := world.master()) is not None:
+        world.kill(master.task, DEAF_S)
+        raise asyncio.CancelledError  # a process that is gone does nothing more
+
+
+async def dies_unheard(world: RescaledWorld) -> None:
+    """A master dies before any standby has read of a switch; the client may have."""
+    await dies_with(world, world.chance.choice(["rescale.told", "rescale.retired"]))
+
+
+async def all_die_that_know(world: RescaledWorld) -> None:
+    """As above, and all ps die with the master: the client alone knows."""
+    await dies_with(world, "rescale.retired", world.staying_ps)
+
+
+async def dies_with(
+    world: RescaledWorld,
+    point: str,
+    others: Callable[[], Iterable[TaskName]] = tuple,
+) -> None:
+    """A master dies, and others, at a point of a rescale that no standby hears of."""
+    died = asyncio.Event()
+
+    def deafen() -> None:
+        world.unread_until = world.clock.now() + UNHEARD_S
+
+    def kill() -> None:
+        died.set()
+        world.unread_until = 0.0
+        for task in others():
+            world.kill(task, DEAF_S)
+        kill_master(world)
+
+    await asyncio.sleep(world.chance.uniform(2 * STANDBYS_S, 3 * STANDBYS_S))
+    with armed("rescale.moved", deafen), armed(point, kill):
+        PsFaults(world).join(world)
+        await died.wait()
 
 
 async def dies_as_loops_end(world: RescaledWorld) -> None:

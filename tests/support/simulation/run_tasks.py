@@ -38,6 +38,7 @@ from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Address, Frame
 from jgraph.server.loops.dealer import Dealers
 from jgraph.server.loops.reports import LoopReports
+from jgraph.server.loops.task_loops import known_of_run
 from jgraph.server.members.messages import arrangement_in, members_message
 from jgraph.server.runs.calls import Runs
 from jgraph.server.runs.saving.checkpointer import STEP
@@ -333,8 +334,7 @@ class RunProcess:
         elif told.loop and told.loop not in self.ended:  # before it begins
             self.early.setdefault(told.loop, []).append(told)
         elif not told.loop:
-            newest = self.terms.newest_loop(told.run)
-            return frame(loop_report=pb.LoopReport(loop=newest))
+            return frame(loop_report=known_of_run(self.terms, told))
         return EMPTY
 
     def tell(self, loop: "SimulatedLoop", told: pb.StopLoop) -> None:

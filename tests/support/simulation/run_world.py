@@ -717,6 +717,8 @@ class RunClientThere:
         assert question.number not in self.answered, f"{question.kind} is asked again"
         world.note(f"asked {question.kind} {question.number & 0xFFFF}")
         answer = pb.RunAnswer(run=RUN, number=question.number)
+        if question.ps:
+            world.moved(question.ps)
         saved: Saved | None = None
         match question.kind:
             case "waits":
@@ -740,8 +742,6 @@ class RunClientThere:
                     ends = question.kind == "finish"
                     await self.tell(master, answer, lost if ends else None)
                     return
-            case "rescaled":
-                world.moved(question.ps)
         if question.kind == "finish":
             self.has_finished, self.saved = True, saved or self.saved
         stood = await self.tell(master, answer, None)

@@ -240,6 +240,16 @@ class RunRescaler:
         self.number = switch.number
         self._apply(switch)
 
+    def learn(self, switch: pb.RunRescaled | None) -> bool:
+        """Takes a switch that a ps was told; False: the journal has it."""
+        if switch is None or switch.number <= self.number:
+            return False
+        self.switch_as(switch)
+        self._record.rescale(switch)
+        self.adopt()
+        self._note(switch)
+        return True
+
     # ------------------------------------------------------------ decisions
 
     def _wake(self) -> None:
@@ -487,7 +497,13 @@ class RunRescaler:
         attempt.copies = None if attempt.copies is None else self._kept_so_far()
         self._apply(switch)
         await self._losses_learn(attempt.ps)
-        self._record.rescale(switch, self._losses.holders)
+        switch.holders.update(self._losses.holders)
+        # First: whatever its next master has read, each ps knows what lies on it.
+        news = [ps_task(index) for index in range(attempt.ps)], switch
+        world = self._peers, self._order.run, self._record.term
+        await check_master(*world, switch=news)
+        failpoint("rescale.told")
+        self._record.rescale(switch)
         failpoint("rescale.switched")
         await self.confirm()
         self._note(switch)

@@ -168,7 +168,7 @@ class ClientSaves:
 
     async def load(self, error: JGError, first: int) -> SavedState:
         """See ``StateSource.load``."""
-        answer = await self._ask("state")
+        answer = await self._ask("state", self.client.order.ps.now)
         if answer.step < first:
             why = "the checkpoints of this run are damaged"
             raise hopeless(error, why, self.directory, answer.step)
@@ -176,7 +176,7 @@ class ClientSaves:
             position = json.loads(answer.position) if answer.position else None
         return SavedState(answer.step, position)
 
-    async def _ask(self, kind: str) -> pb.RunAnswer:
+    async def _ask(self, kind: str, ps: int = 0) -> pb.RunAnswer:
         if self.client.is_gone:
             raise CheckpointError(
                 f"the client of run '{self.client.order.run}' is gone, which has the "
@@ -184,4 +184,4 @@ class ClientSaves:
                 f"trainer.restore('{self.directory}')",
                 path=self.directory,
             )
-        return await self.client.ask(kind)
+        return await self.client.ask(kind, ps=ps)
