@@ -5,6 +5,7 @@ the JAX versions that jgraph supports (0.10 on Python 3.11, 0.12 on newer Python
 that JAX has not made public. Each entry names what made it necessary.
 """
 
+import functools
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -262,24 +263,16 @@ def run_equation(
       operands: a value per operand; what stands for a literal is not looked at.
       params: parameters in place of the equation's own.
     """
-    names = [v if isinstance(v, Literal) else fresh_var(v) for v in equation.invars]
-    outvars = [Var(v.aval) for v in equation.outvars]
-    alone = equation.replace(
-        invars=names,
-        outvars=outvars,
-        params=equation.params if params is None else params,
-        effects=set(),
-    )
-    taken = [
-        (name, value)
-        for name, value in zip(names, operands, strict=True)
-        if isinstance(name, Var)
+    # As jax.core.eval_jaxpr does it, which would want a jaxpr for each equation.
+    primitive = equation.primitive
+    values = [
+        v.val if isinstance(v, Literal) else value
+        for v, value in zip(equation.invars, operands, strict=True)
     ]
-    jaxpr = build_jaxpr(
-        invars=[name for name, _ in taken], outvars=outvars, equations=[alone]
-    )
-    results: list[Any] = jax.core.eval_jaxpr(jaxpr, (), *[v for _, v in taken])
-    return results
+    bound = primitive.get_bind_params(equation.params if params is None else params)
+    with under(equation), equation.ctx.manager:
+        results = primitive.bind(*values, **bound)
+    return list(results) if primitive.multiple_results else [results]
 
 
 def under(equation: Equation) -> AbstractContextManager[Any]:
@@ -314,11 +307,19 @@ def build_jaxpr(
         "eqns": list(equations),
         "effects": set().union(*(e.effects for e in equations)),
     }
-    # The constructor wants debug information; an empty jaxpr brings its own.
-    empty = open_jaxpr(jax.make_jaxpr(lambda: ())())
+    empty = _empty_jaxpr()
     if isinstance(empty, _ClosedJaxpr):  # one class with Jaxpr from 0.11 on
         fields["consts"] = list(consts)
     return empty.replace(**fields)
+
+
+@functools.cache
+def _empty_jaxpr() -> Jaxpr:
+    """Returns a jaxpr with debug information, which the constructor wants.
+
+    Tracing it each time would take longer than all else that is done with one equation.
+    """
+    return open_jaxpr(jax.make_jaxpr(lambda: ())())
 
 
 def writes(equation: Equation, ref: Var) -> bool:

@@ -3,7 +3,7 @@
 A finding shows the equation, its neighbours, and the line of the user's code.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -142,14 +142,35 @@ def _check_definitions(view: _View) -> None:
 
 
 def _check_types(view: _View) -> None:
-    """JAX's own typing rules hold for each equation."""
-    if _compat.type_error(view.graph.equations) is None:
+    """JAX's own typing rules hold for each equation; of those alike one is checked."""
+    if _compat.type_error(_of_each_kind(view.graph.equations)) is None:
         return
     for i, equation in enumerate(view.graph.equations):
         error = _compat.type_error([equation])
         if error is not None:
             reason = error.splitlines()[0]
             raise view.fail(GraphError, i, f"types do not match ({reason})")
+
+
+def _of_each_kind(equations: Sequence[Equation]) -> list[Equation]:
+    """Returns one equation of those that do the same to values of the same types.
+
+    A model of many layers has few kinds. What cannot be told is a kind of its own.
+    """
+    found: dict[Hashable, Equation] = {}
+    for equation in equations:
+        kind: Hashable = (
+            equation.primitive,
+            getattr(equation, "ctx", None),  # JAX makes equal ones one object
+            tuple((name, type(x), x) for name, x in equation.params.items()),
+            tuple((type(getattr(v, "val", None)), v.aval) for v in equation.invars),
+            tuple(v.aval for v in equation.outvars),
+        )
+        try:
+            found.setdefault(id(equation) if equation.effects else kind, equation)
+        except TypeError:
+            found[id(equation)] = equation
+    return list(found.values())
 
 
 def _check_callbacks(view: _View) -> None:

@@ -7,7 +7,7 @@ several traces, have equal bytes and one digest.
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -75,9 +75,11 @@ def segment_of(flow: Flow, ops: Sequence[Op], needed: Sequence[Var]) -> Segment:
     touched = _touched_by_ref(ops)
     looked_at = {v for op in ops for v, _ in op.reads}
     written = dict.fromkeys(v for op in ops for v in op.writes)
-    blind = [v for v in written if v not in read_anywhere and v not in touched]
-    passed = [op for op in ops if _passes(flow, op, ops, blind)]
-    ops = [op for op in ops if all(op is not other for other in passed)]
+    blind = {v for v in written if v not in read_anywhere and v not in touched}
+    results = {v for op in ops for v in op.equation.outvars}
+    passed = [op for op in ops if _passes(flow, op, results, blind)]
+    left_out = {op.index for op in passed}
+    ops = [op for op in ops if op.index not in left_out]
     by_rows = row_accesses(flow, ops)
     updates = sorted(v for v in written if v not in blind)
     reads = sorted(looked_at - set(updates))
@@ -100,14 +102,14 @@ def segment_of(flow: Flow, ops: Sequence[Op], needed: Sequence[Var]) -> Segment:
     )
 
 
-def _passes(flow: Flow, op: Op, ops: Sequence[Op], blind: Sequence[int]) -> bool:
+def _passes(flow: Flow, op: Op, results: Container[Var], blind: Container[int]) -> bool:
     """Whether a value from outside is written as it came: keys of rows are no int32."""
     if not op.is_whole_write or op.writes[0] not in blind:
         return False
     value = op.equation.invars[1]
-    if isinstance(value, Literal) or flow.is_small_const(value):
-        return False
-    return not any(value in other.equation.outvars for other in ops)
+    return not (
+        isinstance(value, Literal) or flow.is_small_const(value) or value in results
+    )
 
 
 def _inputs(
@@ -239,9 +241,9 @@ def segment_function(flow: Flow, segment: Segment) -> SegmentFunction:
     refs = _touched_by_ref(segment.ops) - set(accesses)
     variables = [*segment.updates, *segment.reads]
     whole = [op for op in segment.ops if op.whole and _variable(op) not in refs]
-    rows = RowValues()
+    rows, as_whole = RowValues(), {op.index for op in whole}
     for op in segment.ops:
-        if op not in whole:
+        if op.index not in as_whole:
             rows.add(op, _variable(op) if _variable(op) in accesses else None)
     direct = {v: n for n, v in enumerate(variables) if v not in refs}
     by_ref = {v: n for n, v in enumerate(variables) if v in refs}
