@@ -12,6 +12,7 @@ from jgraph import _compat
 from jgraph._compat import Atom, Equation, Var
 from jgraph.graph.rows.find_keys import find_keys_p
 from jgraph.graph.rows.rows import LEAST_ID, NO_ID
+from jgraph.train.tables.flat_update import makers_of
 
 OF_BAGS = "jgraph_bags"
 """Name of the scope of lookups in which places may have no id."""
@@ -144,13 +145,10 @@ class Ids:
 
     def inputs(self, atoms: Sequence[Atom]) -> tuple[list[Equation], list[int]]:
         """Returns the equations and the operands that values are made from."""
-        needs = {v for v in atoms if isinstance(v, Var)}
-        equations = []
-        for equation in reversed(self._jaxpr.eqns):
-            if any(v in needs for v in equation.outvars):
-                equations.append(equation)
-                needs.update(v for v in equation.invars if isinstance(v, Var))
-        return equations[::-1], sorted(i for v, i in self._inputs.items() if v in needs)
+        equations = makers_of(self._jaxpr, atoms)
+        needs = {v for e in equations for v in e.invars if isinstance(v, Var)}
+        needs |= {v for v in atoms if isinstance(v, Var)}
+        return equations, sorted(i for v, i in self._inputs.items() if v in needs)
 
     def refused(self, ids: Atom) -> str | None:
         """Returns why rows cannot be looked up by these ids beforehand, or None."""

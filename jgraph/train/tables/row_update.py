@@ -8,7 +8,6 @@ steps and in all others, follows from the jaxpr of the update (``unchanged_opera
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias, final
 
 import jax
@@ -18,8 +17,8 @@ import optax
 
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Jaxpr, Literal, Var
-from jgraph.graph.tracing.inline import inline_calls
 from jgraph.train.model.optimizer import CalledOptimizer
+from jgraph.train.tables.flat_update import FlatUpdate, followed
 
 _ROWS = 6
 _TOUCHED = ([0, 2], [1, 2], [0, 5], [2, 4])
@@ -85,54 +84,165 @@ def probe(
       Exception: whatever the optimizer raises on such arrays.
     """
     start, grads = _small(params, tables)
-    state, update = tx.init(start), _update_of(tx)
-    rows_of = partial(_rows_of, tables)
-
-    def written(old: Any, new: Any, numbers: Sequence[int | None], ids: Any) -> Any:
-        leaves = [
-            a.at[ids].set(b, mode="drop") if n in tables else b
-            for n, a, b in zip(
-                numbers, jax.tree.leaves(old), jax.tree.leaves(new), strict=True
-            )
-        ]
-        return jax.tree.unflatten(jax.tree.structure(old), leaves)
-
-    places = list(range(len(jax.tree.leaves(params))))
-
-    def by_rows(params: Any, state: Any, grads: Any, ids: Any, fill: Any) -> Any:
-        new, slots = update(
-            rows_of(params, places, ids, fill),
-            rows_of(state, owners, ids, fill),
-            rows_of(grads, places, ids, jnp.float32(0)),
-        )
-        return written(params, new, places, ids), written(state, slots, owners, ids)
-
-    whole = (start, state)
-    zeros, garbage = whole, whole
-    rows_step, step = jax.jit(by_rows), jax.jit(update)
+    leaves, tree = jax.tree.flatten((start, tx.init(start)))
+    places = range(len(jax.tree.leaves(params)))
+    leaf_owners = [*places, *owners]
+    trial = _Trial.of(tx, tree, leaves, grads, [n in tables for n in leaf_owners])
+    numbers = trial.numbers
+    whole, zeros, garbage = leaves, leaves, leaves
     held_back: set[int | None] = set()
     nothing = _touching(grads, tables, [])
-    leaf_owners = [*places, *owners]
     for number, row_numbers in enumerate(_TOUCHED):
-        ids = jnp.array([*row_numbers, _ROWS], jnp.int32)
+        ids = np.array([*row_numbers, _ROWS], np.int32)
         here = _touching(grads, tables, row_numbers)
-        without, whole = step(*whole, nothing), step(*whole, here)
+        without, whole = trial.step(whole, nothing), trial.step(whole, here)
         if number:  # a learning rate may be 0 at first
-            changes = _changed(whole, without, leaf_owners)
-            held_back |= changes - _changed(whole[0], without[0], places)
-        zeros = rows_step(*zeros, here, ids, jnp.float32(0))
-        garbage = rows_step(*garbage, here, ids, jnp.float32(_GARBAGE))
-    results = map(jax.tree.leaves, (whole[0], zeros[0]))
-    same = [_close(a, b) for a, b in zip(*results, strict=True)]
-    others = all(ok for n, ok in enumerate(same) if n not in tables)
-    still = _still(update, (start, state, grads), tables, leaf_owners)
+            changed = [n for n in numbers if not _close(whole[n], without[n])]
+            parameters = {n for n in changed if n in places}
+            held_back |= {leaf_owners[n] for n in changed} - parameters
+        zeros = trial.by_rows(zeros, here, ids, 0.0)
+        garbage = trial.by_rows(garbage, here, ids, _GARBAGE)
+    same = {n: _close(whole[n], zeros[n]) for n in numbers if n in places}
+    others = all(ok for n, ok in same.items() if n not in tables)
+    movers = {leaf_owners[n] for n in trial.moved()}
     return RowUpdate(
-        exact=frozenset(n for n in tables if others and same[n] and n in still),
-        reads_padding=not all(
-            map(_close, jax.tree.leaves(zeros), jax.tree.leaves(garbage))
-        ),
+        exact=frozenset(n for n in tables if others and same[n] and n not in movers),
+        reads_padding=not all(_close(zeros[n], garbage[n]) for n in numbers),
         held_back=frozenset(n for n in tables if n in held_back),
     )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """An optimizer on small arrays: a step of whole tables, and one of some rows.
+
+    Leaves are those of the parameters, then those of the state.
+
+    Attributes:
+      of_table: per leaf whether it is a table, or the state of one.
+      gradients: positions of the gradients of tables among all operands.
+      numbers: the leaves that a step computes. Others are the same by rows as of the
+        whole, as nothing of a table goes into them.
+      whole: the update of whole tables.
+      run: computes these leaves.
+      run_rows: likewise, of rows.
+    """
+
+    of_table: Sequence[bool]
+    gradients: Sequence[int]
+    numbers: Sequence[int]
+    whole: FlatUpdate
+    run: Any
+    run_rows: Any
+
+    @classmethod
+    def of(
+        cls,
+        tx: CalledOptimizer,
+        tree: Any,
+        leaves: Sequence[Any],
+        grads: Any,
+        of_table: Sequence[bool],
+    ) -> "_Trial":
+        """Returns the trial of an optimizer.
+
+        Args:
+          tx: the optimizer.
+          tree: of (parameters, state).
+          leaves: their leaves.
+          grads: of the parameters.
+          of_table: per leaf whether it is a table, or the state of one.
+        """
+        grad_leaves, grad_tree = jax.tree.flatten(grads)
+        step_of = _update_of(tx)
+        every = [*of_table, *of_table[: len(grad_leaves)]]
+
+        def update(*operands: Any) -> list[Any]:
+            *values, loss = operands
+            params, state = jax.tree.unflatten(tree, values[: len(leaves)])
+            gradients = jax.tree.unflatten(grad_tree, values[len(leaves) :])
+            return jax.tree.leaves(step_of(params, state, gradients, loss))
+
+        def rows_of(operands: Sequence[Any], ids: Any, fill: Any) -> list[Any]:
+            cut = operands[: len(leaves)], operands[len(leaves) :]
+            rest = of_table[: len(grad_leaves)]
+            return [
+                *_rows_of({True}, cut[0], of_table, ids, fill),
+                *_rows_of({True}, cut[1], rest, ids, jnp.float32(0)),
+            ]
+
+        operands, value = [*leaves, *grad_leaves], jnp.float32(1)
+        count = len(_TOUCHED[0]) + 1
+        rows = [
+            jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) if is_of_table else x
+            for x, is_of_table in zip(operands, every, strict=True)
+        ]
+        whole = FlatUpdate.traced(update, [*operands, value])
+        by_rows = FlatUpdate.traced(update, [*rows, value])
+        tables = [n for n, is_of_table in enumerate(every) if is_of_table]
+        numbers = followed([whole, by_rows], tables)
+        if not whole.computes_alike(
+            by_rows, sorted({*range(len(leaves))} - {*numbers})
+        ):
+            numbers = list(range(len(leaves)))
+        step, rows_step = whole.of(numbers), by_rows.of(numbers)
+
+        def run(leaves: Sequence[Any], grads: Any) -> list[Any]:
+            return step([*leaves, *jax.tree.leaves(grads), value])
+
+        def run_rows(leaves: Sequence[Any], grads: Any, ids: Any, fill: Any) -> Any:
+            operands = [*leaves, *jax.tree.leaves(grads)]
+            new = rows_step([*rows_of(operands, ids, fill), value])
+            return [
+                leaves[n].at[ids].set(x, mode="drop") if every[n] else x
+                for n, x in zip(numbers, new, strict=True)
+            ]
+
+        gradients = [n for n in tables if n >= len(leaves)]
+        both = jax.jit(run), jax.jit(run_rows)
+        return cls(of_table, gradients, numbers, whole, *both)
+
+    def step(self, leaves: Sequence[Any], grads: Any) -> list[Any]:
+        """Returns the leaves after a step."""
+        return self._with(leaves, self.run(leaves, grads))
+
+    def by_rows(
+        self, leaves: Sequence[Any], grads: Any, ids: Any, fill: float
+    ) -> list[Any]:
+        """Returns the leaves after a step of some rows.
+
+        Args:
+          leaves: before it.
+          grads: of whole tables.
+          ids: of the rows; those that are not there are padding.
+          fill: what stands for rows that are not there.
+        """
+        return self._with(leaves, self.run_rows(leaves, grads, ids, jnp.float32(fill)))
+
+    def _with(self, leaves: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+        changed = dict(zip(self.numbers, new, strict=True))
+        return [changed.get(n, leaf) for n, leaf in enumerate(leaves)]
+
+    def moved(self) -> set[int]:
+        """Returns leaves of tables that may change though the gradient is zeros."""
+        mine = [n for n, is_of_table in enumerate(self.of_table) if is_of_table]
+        return set(mine) - _unchanged(self.whole, mine, self.gradients)
+
+
+def _unchanged(
+    flat: FlatUpdate, results: Sequence[int], zeros: Collection[int]
+) -> set[int]:
+    """Returns which of some results are certain to be the operands of their places."""
+    jaxpr = flat.slice(results)
+    facts = [_Is(zero=n in zeros, same=n) for n in range(len(jaxpr.invars))]
+    proof = _Proof([_compat.array_type(v).dtype for v in jaxpr.invars])
+    values = proof.results(jaxpr, flat.consts, facts)
+    return {
+        n
+        for n, value in zip(results, values, strict=True)
+        if value.same == n or (value.zero and facts[n].zero)
+    }
 
 
 def rows_are_alone(
@@ -205,31 +315,6 @@ def _rows_of(
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def _still(
-    update: Any,
-    trees: tuple[Any, Any, Any],
-    tables: Collection[int],
-    leaf_owners: Sequence[int | None],
-) -> set[int]:
-    """Returns the tables that, with their state, a gradient of zeros leaves alone."""
-    leaves, tree = jax.tree.flatten(trees)
-
-    def flat(*operands: Any) -> list[Any]:
-        *leaves, value = operands
-        return jax.tree.leaves(update(*jax.tree.unflatten(tree, leaves), value))
-
-    zeros = [len(leaf_owners) + n for n in tables]
-    constants = unchanged_operands(flat, [*leaves, jnp.float32(1)], zeros)
-    movers = {owner for n, owner in enumerate(leaf_owners) if n not in constants}
-    return set(tables) - movers
-
-
-def _changed(a: Any, b: Any, leaf_owners: Sequence[int | None]) -> set[int | None]:
-    """Returns of which parameters some leaf is not the same in both trees."""
-    leaves = zip(leaf_owners, jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return {owner for owner, x, y in leaves if not _close(x, y)}
-
-
 def _take(table: Any, ids: Any, padding: Any) -> Any:
     there = (ids < _ROWS).reshape(-1, *[1] * (table.ndim - 1))
     return jnp.where(there, table[ids], padding.astype(table.dtype))
@@ -256,7 +341,9 @@ def _touching(grads: Any, tables: Collection[int], rows: Sequence[int]) -> Any:
     leaves, tree = jax.tree.flatten(grads)
     keep = np.isin(np.arange(_ROWS), rows)
     leaves = [
-        x * keep.reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype) if n in tables else x
+        np.asarray(x) * keep.reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype)
+        if n in tables
+        else x
         for n, x in enumerate(leaves)
     ]
     return jax.tree.unflatten(tree, leaves)
@@ -329,16 +416,9 @@ def unchanged_operands(
       >>> unchanged_operands(step, [1.0, 2.0, 3.0], zeros=[2])
       {1, 2}
     """
-    jaxpr, consts, _ = _compat.make_jaxpr(fn, *operands)
-    flat = inline_calls(jaxpr, consts)
-    facts = [_Is(zero=n in zeros, same=n) for n in range(len(flat.jaxpr.invars))]
-    proof = _Proof([_compat.array_type(v).dtype for v in flat.jaxpr.invars])
-    results = proof.results(flat.jaxpr, flat.consts, facts)
-    return {
-        n
-        for n, (value, fact) in enumerate(zip(results, facts, strict=False))
-        if value.same == n or (value.zero and fact.zero)
-    }
+    flat = FlatUpdate.traced(fn, operands)
+    count = min(len(flat.jaxpr.outvars), len(operands))
+    return _unchanged(flat, range(count), zeros)
 
 
 @final
