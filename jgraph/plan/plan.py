@@ -13,6 +13,7 @@ from jgraph.graph.device import DeviceSpec
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName, VariableKey
 from jgraph.graph.sizes import ASSUMED_SIZE
+from jgraph.loading import uncollected
 from jgraph.plan.analysis.affinity import companions
 from jgraph.plan.analysis.flow import analyze
 from jgraph.plan.auto.auto import AutoPlanner, Prediction
@@ -166,6 +167,7 @@ class Plan:
         return str(self).split("\n", 1)[0]
 
 
+@uncollected()
 def plan(
     graph: Graph,
     *,

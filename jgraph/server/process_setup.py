@@ -95,3 +95,4 @@ def load_compiler() -> None:
     number = jax.ShapeDtypeStruct((), jnp.float32)
     exported = jax.export.export(jax.jit(lambda x: x + 1))(number)
     jax.jit(exported.call).lower(number).compile()
+    gc.freeze()  # what is loaded stays, and is not looked at for garbage again

@@ -14,6 +14,7 @@ from jgraph.client.wait_for_tasks import incarnations_of
 from jgraph.clock import Clock
 from jgraph.errors import ClusterError, ConfigError, JGError, TaskLostError
 from jgraph.graph.ir import TaskName
+from jgraph.loading import uncollected
 from jgraph.train.data.data import Dataset, check_alike, naming_data
 from jgraph.train.evaluation.evaluate import Evaluator
 from jgraph.train.evaluation.evaluator_task import EvaluatorTask, make_evaluator_task
@@ -150,6 +151,7 @@ class TrainerBuild:
         evaluator = Evaluator(adapter, config.metrics, config.observed)
         return (step, runner, evaluator), evaluator_task
 
+    @uncollected()
     def prepare(self, dataset: Dataset, batch_size: int) -> Built:
         """Returns the parts, ready to train on batches of this data.
 

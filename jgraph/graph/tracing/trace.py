@@ -18,6 +18,7 @@ from jgraph.graph.tracing.concrete import as_graph_error
 from jgraph.graph.tracing.feeds import named_feeds, named_outputs
 from jgraph.graph.tracing.inline import inline_calls
 from jgraph.graph.variable import _BINDING, Variable
+from jgraph.loading import uncollected
 
 # jit caches the traces of inner functions. A variable is read through a context, which
 # jit cannot see; a user context with a fresh value per trace makes it trace anew.
@@ -34,6 +35,7 @@ _TRACING_ERRORS = (
 )
 
 
+@uncollected()
 def trace(
     fn: Callable[..., Any],
     *args: Any,
