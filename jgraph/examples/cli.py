@@ -105,6 +105,9 @@ def dlrm(
 def pipeline(
     data: Text,
     workers: Annotated[int, typer.Option(min=1, help="Workers, a stage each.")] = 4,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Copies of the model that share the workers.")
+    ] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Updates.")] = 500,
     microbatches: Annotated[int, typer.Option(help="Parts of a batch of 32.")] = 8,
     schedule: Annotated[str, typer.Option(help="gpipe or 1f1b.")] = "1f1b",
@@ -114,7 +117,9 @@ def pipeline(
     """A transformer in stages, one per worker, on the words of a text: input.txt."""
     from jgraph.examples.pipeline import run
 
-    train = functools.partial(run, data, microbatches=microbatches, schedule=schedule)
+    train = functools.partial(
+        run, data, microbatches=microbatches, schedule=schedule, replicas=replicas
+    )
     run_example("pipeline", train, 0, workers, steps, seed, as_json=as_json)
 
 

@@ -80,8 +80,11 @@ def run(
     *,
     microbatches: int = 8,
     schedule: str = "1f1b",
+    replicas: int = 1,
 ) -> Figures:
     """Trains on a directory with ``input.txt``, a stage on each worker.
+
+    With replicas, workers are dealt to them, and each computes its part of a batch.
 
     Args:
       directory: with the text.
@@ -89,6 +92,7 @@ def run(
       options: how long.
       microbatches: parts of a batch of 32 sequences.
       schedule: see ``Pipeline``.
+      replicas: likewise.
 
     Returns:
       ``perplexity`` on the last tenth of the text, that of the word frequencies of the
@@ -96,19 +100,27 @@ def run(
 
     Raises:
       DataError: the file is not there, or too short.
-      ConfigError: there is no cluster.
+      ConfigError: there is no cluster, or it has workers that cannot be dealt evenly.
     """
     if cluster is None:
         raise ConfigError("a pipeline needs a cluster: jg.LocalCluster(workers=4)")
+    workers = len(cluster.tasks("worker"))
+    count = workers // max(replicas, 1)
+    if workers != count * replicas:
+        raise ConfigError(
+            f"{workers} workers cannot be dealt to {replicas} replicas; give a "
+            f"multiple of {replicas}, for example --workers {replicas * (count + 1)}"
+        )
     corpus = read_corpus(directory / FILE, VOCABULARY)
     train = sequences(corpus.train, LENGTH, LENGTH // 2)
     test = sequences(corpus.test, LENGTH)
-    count, words = len(cluster.tasks("worker")), len(corpus.words)
+    words = len(corpus.words)
     pipe = Pipeline(
         [Stage(words, n == 0, n == count - 1) for n in range(count)],
         loss_fn,
         microbatches=microbatches,
         schedule=schedule,
+        replicas=replicas,
     )
     options.say(f"{pipe.schedule}\n")
     step = pipe.step(
@@ -129,6 +141,7 @@ def run(
         "unigram_perplexity": round(corpus.unigram_perplexity(test["next"]), 1),
         "words": words,
         "microbatches": microbatches,
+        "replicas": replicas,
         "bubble": round(pipe.bubble, 3),
     }
 

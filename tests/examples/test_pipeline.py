@@ -20,11 +20,11 @@ def test_without_a_cluster_it_says_what_to_type(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.procs
 @pytest.mark.nightly
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize(("workers", "replicas"), [(2, 1), (4, 1), (4, 2)])
 def test_stages_on_workers_of_their_own_learn_which_word_follows(
-    workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workers: int, replicas: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = ["--data", str(write_text(tmp_path))]
+    data = ["--data", str(write_text(tmp_path)), "--replicas", str(replicas)]
     size = ["--workers", str(workers), "--steps", "15", "--microbatches", "4"]
     with pytest.raises(SystemExit) as stop:
         cli.main(["examples", "pipeline", *data, *size, "--json"])
@@ -32,6 +32,8 @@ def test_stages_on_workers_of_their_own_learn_which_word_follows(
     (line,) = capsys.readouterr().out.splitlines()
     figures = json.loads(line)
     assert figures["perplexity"] < 0.9 * figures["unigram_perplexity"]
-    assert figures["bubble"] == pytest.approx((workers - 1) / (workers + 3), abs=1e-3)
+    stages = workers // replicas
+    assert figures["bubble"] == pytest.approx((stages - 1) / (stages + 3), abs=1e-3)
     assert (figures["example"], figures["workers"]) == ("pipeline", workers)
+    assert figures["replicas"] == replicas
     assert "seconds" in figures

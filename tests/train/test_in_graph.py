@@ -12,7 +12,12 @@ from flax import nnx
 import jgraph as jg
 from jgraph.client.cluster import Cluster
 from jgraph.client.session import Session
-from jgraph.errors import ConfigError, FeedError, UnknownDeviceError
+from jgraph.errors import (
+    ConfigError,
+    DeviceSpecError,
+    FeedError,
+    UnknownDeviceError,
+)
 from tests.support.layers import (
     BATCH,
     STEPS,
@@ -194,8 +199,13 @@ def test_embeddings_on_a_ps_below_a_pipeline_over_the_workers(
 
 
 def test_towers_without_a_task_and_batches_that_cannot_be_cut_are_refused() -> None:
-    with pytest.raises(ConfigError, match="towers need a task; give how many"):
-        jg.towers(squares, 0)
+    nothing: Any
+    for nothing in (0, [], 2.5, "worker:0", None):
+        with pytest.raises(ConfigError, match="towers need a task; give how many"):
+            jg.towers(squares, nothing)
+    rows: Any = [["worker:0"], ["worker:1"]]  # only of a pipeline
+    with pytest.raises(DeviceSpecError, match="is not a device; write a string"):
+        jg.towers(squares, rows)
     run = jg.towers(lambda w, x: (w * x).mean(), 2)
     with pytest.raises(FeedError, match="batch has 3 examples, which cannot be cut"):
         run(jnp.ones(()), jnp.ones(3))

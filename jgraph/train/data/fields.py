@@ -127,17 +127,36 @@ def split_batch(batch: Tree, count: int, what: str) -> list[Tree]:
       >>> [part.tolist() for part in split_batch(jnp.arange(4), 2, "x")]
       [[0, 1], [2, 3]]
     """
+    each = part_size(batch, count, what)
+    return [
+        jax.tree.map(lambda leaf, n=n: leaf[n * each : (n + 1) * each], batch)
+        for n in range(count)
+    ]
+
+
+def part_size(batch: Tree, count: int, what: str, of: str = "") -> Any:
+    """Returns how many examples each part of a batch has, a number or a symbol.
+
+    Args:
+      batch: arrays with the examples as first dimension.
+      count: of the parts.
+      what: the batch, for the message.
+      of: what the parts are, for the message.
+
+    Raises:
+      FeedError: the arrays have different sizes, or ``count`` does not divide them.
+
+    Example:
+      >>> part_size(jnp.arange(6), 3, "x")
+      2
+    """
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
     sizes = sorted({shape[0] if shape else 0 for shape in shapes})
     if len(sizes) != 1 or not sizes[0] or sizes[0] % count:
         counts = " and ".join(map(str, sizes)) or "no"
         raise FeedError(
             f"{what} has {counts} examples, which cannot be cut into {count} equal "
-            f"parts; give a batch of a multiple of {count}",
+            f"parts{of and f', {of}'}; give a batch of a multiple of {count}",
             feed=what,
         )
-    each = sizes[0] // count
-    return [
-        jax.tree.map(lambda leaf, n=n: leaf[n * each : (n + 1) * each], batch)
-        for n in range(count)
-    ]
+    return sizes[0] // count

@@ -17,6 +17,7 @@ from jgraph.plan.schedule import Schedule
 from jgraph.train.data.fields import split_batch
 from jgraph.train.model.trees import Tree
 from jgraph.train.pipeline.layer_costs import layer_costs, stored_nbytes, tree_nbytes
+from jgraph.train.pipeline.replicas import TaskArray, task_rows
 from jgraph.train.pipeline.stage import Stage
 from jgraph.train.pipeline.stage_passes import is_float, type_of
 
@@ -76,6 +77,29 @@ def balanced_tasks(
             "least as many layers, or tasks= with fewer"
         )
     return names
+
+
+def of_one_replica(
+    tasks: TaskArray | None, replicas: int | None
+) -> int | Sequence[str] | None:
+    """Returns the tasks of layers that are to be cut, which are those of one replica.
+
+    Raises:
+      PipelineError: there are several replicas, or ``tasks`` are no devices.
+
+    Example:
+      >>> of_one_replica([["worker:0", "worker:1"]], None)
+      ('worker:0', 'worker:1')
+    """
+    rows = task_rows(1 if tasks is None else tasks, replicas)
+    if len(rows) > 1:
+        raise PipelineError(
+            "balance= cuts layers for the tasks of one replica, and there are "
+            f"{len(rows)}; leave replicas out, or give stages without balance="
+        )
+    if tasks is None or isinstance(tasks, int):
+        return tasks
+    return rows[0] if rows else ()
 
 
 def task_of(name: str) -> TaskName:

@@ -1,10 +1,10 @@
 """Training step of a pipeline: its passes in order, its tables, its optax update."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, Protocol, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -26,21 +26,46 @@ from jgraph.train.pipeline.stage_passes import Leaves, StagePasses
 from jgraph.train.tables.ids import without_no_id
 
 
+class Replicas(Protocol):
+    """A pipeline, as far as its step needs it."""
+
+    replicas: tuple[tuple[str, ...], ...]
+    """Devices of each stage, for each replica."""
+
+    def apply(self, params: Sequence[Tree], x: Tree) -> Tree:
+        """Returns what the last stage gives for a batch in one piece."""
+        ...
+
+    def shares(self, batch: Tree, what: str) -> list[Tree]:
+        """Returns the part of a batch of each replica, in order."""
+        ...
+
+    def gradients(
+        self,
+        params: Sequence[Tree],
+        x: Sequence[Tree],
+        targets: Sequence[Tree],
+        *,
+        input_gradients: bool,
+    ) -> tuple[jax.Array, list[Tree], Tree]:
+        """Returns the loss, its gradients, and those of the whole batch's ``x``."""
+        ...
+
+
 @final
 class PipelineStep:
     """Variables of a pipeline, and the function that trains them.
 
     Parameters of stage (or layer) ``s`` and the optimizer's state for them live on its
-    task; they are called ``params/<s>/…`` and ``opt/…/<s>/…``. Of tables, only the rows
-    travel that a batch looks up, and only they are updated.
+    task, that of the first replica; they are called ``params/<s>/…`` and
+    ``opt/…/<s>/…``. Of tables, only the rows travel that a batch looks up, to each
+    replica those of its part, and only they are updated.
 
     Args:
-      value_and_grad: from (parameters, x, targets) to loss and gradients, and with
-        ``input_gradients`` those of x.
-      apply: from (parameters, x) to what the last stage gives.
+      pipe: the pipeline.
       params: initial parameters of each stage (or layer).
       tx: the optimizer.
-      devices: of each of these.
+      homes: device of each of these.
       container: of the variables.
       tables: initial values by the name that their ids have in ``x``.
       table_device: where tables live.
@@ -56,22 +81,20 @@ class PipelineStep:
 
     def __init__(
         self,
-        value_and_grad: Callable[..., Any],
-        apply: Callable[..., Any],
+        pipe: Replicas,
         params: Sequence[Tree],
         tx: optax.GradientTransformation,
-        devices: Sequence[str],
+        homes: Sequence[str],
         container: str = "",
         *,
         tables: Mapping[str, Any] | None = None,
         table_device: str = "/job:ps",
         partitioner: Partitioner | None = None,
     ) -> None:
-        self._value_and_grad, self._tx = value_and_grad, CalledOptimizer(tx)
-        self._apply = apply
+        self._pipe, self._tx = pipe, CalledOptimizer(tx)
         values = {name: np.asarray(value) for name, value in (tables or {}).items()}
         rows = {name: len(value) for name, value in values.items()}
-        self._tables = PipelineTables(rows, devices[0])
+        self._tables = PipelineTables(rows, [devices[0] for devices in pipe.replicas])
         all_params = joined(list(params), values)
         state = {
             "params": all_params,
@@ -84,7 +107,7 @@ class PipelineStep:
         pairs = []
         for path, group, (_, value) in zip(paths, groups, leaves, strict=True):
             table, stage = table_of(group, value, rows), stage_of(group)
-            home = "" if stage is None else devices[stage]
+            home = "" if stage is None else homes[stage]
             variable = Variable(
                 "/".join(path),
                 value,
@@ -108,7 +131,7 @@ class PipelineStep:
         by_name = {variable.name: variable[rows] for variable, rows in reads}
         now = self._with_values([by_name.get(v.name) for v in self.variables])
         stages, tables = apart(now["params"])
-        return self._apply(stages, self._tables.looked_up(x, tables, places))
+        return self._pipe.apply(stages, self._tables.looked_up(x, tables, places))
 
     def params(self, session: Session) -> list[Tree]:
         """Returns the parameters of each stage as they are now."""
@@ -158,18 +181,20 @@ class PipelineStep:
         return jax.tree.unflatten(self._tree, values)
 
     def _train(self, x: Any, targets: Any) -> Any:
+        parts, goals = self._pipe.shares(x, "x"), self._pipe.shares(targets, "targets")
         places = self._tables.places(x)
         reads = [(v, places[t][0] if t else ...) for v, t in self._variable_tables]
         now = self._with_values([variable[rows] for variable, rows in reads])
         stages, tables = apart(now["params"])
-        inputs = self._tables.looked_up(x, tables, places)
-        if places:
-            loss, (grads, into) = self._value_and_grad(
-                stages, inputs, targets, input_gradients=True
-            )
-            grads = joined(grads, self._tables.gradients(into, tables, places))
+        if len(parts) == 1:
+            inputs = [self._tables.looked_up(x, tables, places)]
         else:
-            loss, grads = self._value_and_grad(stages, inputs, targets)
+            inputs = [self._looked_up(part, n) for n, part in enumerate(parts)]
+        loss, grads, into = self._pipe.gradients(
+            stages, inputs, goals, input_gradients=bool(places)
+        )
+        if places:
+            grads = joined(grads, self._tables.gradients(into, tables, places))
         updates, opt = self._tx.update(grads, now["opt"], now["params"], value=loss)
         new = {
             "params": optax.apply_updates(now["params"], updates),
@@ -179,6 +204,16 @@ class PipelineStep:
         for (variable, rows), value in zip(reads, jax.tree.leaves(new), strict=True):
             variable[rows] = value.astype(variable.dtype)
         return loss
+
+    def _looked_up(self, part: Any, replica: int) -> Any:
+        """Returns a replica's part of a batch with the rows that it alone needs."""
+        places = self._tables.some(part)
+        tables = {
+            table: variable[places[table][0]]
+            for variable, table in self._variable_tables
+            if variable.name.startswith("params/") and table
+        }
+        return self._tables.looked_up(part, tables, places, replica)
 
 
 @final
@@ -300,18 +335,26 @@ class PipelineTables:
 
     Attributes:
       rows: how many each has.
-      first: the device of the first stage, which takes rows in place of ids.
+      first: devices of the first stage of each replica, which takes rows in place of
+        ids.
     """
 
     rows: Mapping[str, int]
-    first: str
+    first: Sequence[str]
 
     def places(self, x: Tree) -> Places:
-        """Returns which rows a batch needs.
+        """Returns which rows a batch needs; other ids than those of rows are refused.
 
         Raises:
           PipelineError: the batch has no such ids.
         """
+        return self._places(x, drop=False)
+
+    def some(self, x: Tree) -> Places:
+        """Returns which rows a part of a batch needs, of which ``places`` has all."""
+        return self._places(x, drop=True)
+
+    def _places(self, x: Tree, *, drop: bool) -> Places:
         for name in self.rows:
             ids = x.get(name) if isinstance(x, Mapping) else None
             if getattr(ids, "dtype", None) != jnp.int32:
@@ -321,16 +364,21 @@ class PipelineTables:
                 )
         return {
             name: unique_rows(
-                without_no_id(x[name].reshape(-1)), rows=count, feature=f"x['{name}']"
+                without_no_id(x[name].reshape(-1)),
+                rows=count,
+                feature=f"x['{name}']",
+                drop=drop,
             )
             for name, count in self.rows.items()
         }
 
-    def looked_up(self, x: Tree, tables: Mapping[str, Any], places: Places) -> Tree:
-        """Returns the batch with rows in place of ids."""
+    def looked_up(
+        self, x: Tree, tables: Mapping[str, Any], places: Places, replica: int = 0
+    ) -> Tree:
+        """Returns a batch, or a replica's part of it, with rows in place of ids."""
         if not self.rows:
             return x
-        with device(self.first):
+        with device(self.first[replica]):
             rows = {
                 name: tables[name][positions].reshape(*x[name].shape, -1)
                 for name, (_, positions) in places.items()
@@ -341,7 +389,7 @@ class PipelineTables:
         self, into: Tree, tables: Mapping[str, Any], places: Places
     ) -> dict[str, Any]:
         """Returns the gradients of the rows, given those of what was looked up."""
-        with device(self.first):
+        with device(self.first[0]):
             return {
                 name: jnp.zeros_like(tables[name])
                 .at[positions]

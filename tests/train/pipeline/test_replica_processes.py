@@ -1,0 +1,107 @@
+"""Replicas of a pipeline as processes, of which some are killed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jgraph as jg
+from jgraph.errors import ClusterError
+from jgraph.launch.local.cluster import LocalCluster
+from jgraph.train.pipeline.step import PipelineStep
+from tests.support.plans import assert_same
+
+pytestmark = [pytest.mark.usefixtures("nothing_is_left"), pytest.mark.procs]
+
+ROWS, WIDTH, BATCH = 50, 4, 8
+TX = optax.sgd(0.1, momentum=0.9)
+SOON_S = 30
+
+
+def below(w: Any, x: Any) -> Any:
+    return jnp.tanh(x["ids"] @ w)
+
+
+def above(w: Any, h: Any) -> Any:
+    return h @ w
+
+
+def squares(y: Any, t: Any) -> Any:
+    return ((y - t) ** 2).mean()
+
+
+def start() -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    shapes = (WIDTH, WIDTH), (WIDTH, WIDTH), (ROWS, WIDTH)
+    *stages, table = (random.normal(size=s).astype(np.float32) for s in shapes)
+    return {"stages": stages, "tables": {"ids": table}}
+
+
+def batches() -> Iterator[tuple[dict[str, Any], Any]]:
+    random = np.random.default_rng(1)
+    while True:
+        ids = random.permutation(BATCH).astype(np.int32)  # all rows that are ever used
+        yield {"ids": ids}, random.normal(size=(BATCH, WIDTH)).astype(np.float32)
+
+
+@jax.jit
+def alone(params: Any, opt: Any, x: Any, t: Any) -> tuple[Any, Any, Any]:
+    def loss(params: Any) -> Any:
+        rows = {"ids": params["tables"]["ids"][x["ids"]]}
+        return squares(above(params["stages"][1], below(params["stages"][0], rows)), t)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    updates, opt = TX.update(grads, opt, params)
+    return value, optax.apply_updates(params, updates), opt
+
+
+def make_step() -> PipelineStep:
+    begun = start()
+    pipe = jg.Pipeline([below, above], squares, microbatches=2, replicas=2)
+    return pipe.step(begun["stages"], TX, tables=begun["tables"])
+
+
+@pytest.mark.row(59)
+def test_a_killed_worker_ends_the_step_and_a_new_session_goes_on_when_it_is_back(
+    tmp_path: Path,
+) -> None:
+    """Of the second replica nothing is lost; of the first one a checkpoint has it."""
+    step, params, stream = make_step(), start(), batches()
+    opt = TX.init(params)
+    with LocalCluster(ps=1, workers=4) as cluster:
+        session = cluster.session()
+
+        def train(steps: int) -> None:
+            nonlocal params, opt
+            for _ in range(steps):
+                x, t = next(stream)
+                loss = session.run(step.train, x, t, timeout_s=SOON_S)
+                wanted, params, opt = alone(params, opt, x, t)
+                assert loss == pytest.approx(float(wanted), rel=1e-5)
+
+        train(2)
+        path = step.save(session, tmp_path / "two")
+        for number, lost in enumerate(("/job:worker/task:3", "/job:worker/task:1")):
+            x, t = next(batches())
+            cluster.kill(lost)
+            with pytest.raises(ClusterError, match=lost) as raised:
+                session.run(step.train, x, t, timeout_s=SOON_S)
+            assert raised.value.code in {"JG-101", "JG-132"}
+            cluster.restart(lost)
+            assert cluster.wait_for_tasks(SOON_S)
+            session.close()
+            session = cluster.session()  # the task has no programs of the other one
+            if number:
+                step.restore(session, path)
+            train(1)
+            if not number:
+                path = step.save(session, tmp_path / "three")
+        wanted = jax.tree.map(np.asarray, params)
+        assert_same(step.params(session), wanted["stages"], exact=False)
+        assert_same(step.tables(session), wanted["tables"], exact=False)
+        session.close()
