@@ -66,7 +66,7 @@ def gathered(pieces: Sequence[Piece], rows: Rows) -> dict[str, Array]:
     """Returns examples by their numbers, in this order; fresh arrays.
 
     Args:
-      pieces: have all of them, none twice; each array in C order.
+      pieces: have all of them, none twice; each row of an array in C order.
       rows: their numbers.
 
     Example:
@@ -74,10 +74,11 @@ def gathered(pieces: Sequence[Piece], rows: Rows) -> dict[str, Array]:
       >>> gathered(pieces, np.array([5, 0, 4, 5]))["x"].tolist()
       [5, 0, 4, 5]
     """
-    if len(pieces) == 1:
-        (piece,) = pieces
-        taken = rows - piece.first
-        return {name: a.take(taken, axis=0) for name, a in piece.arrays.items()}
+    if len(pieces) == 1 and all(
+        a.flags.c_contiguous for a in pieces[0].arrays.values()
+    ):
+        taken = rows - pieces[0].first
+        return {name: a.take(taken, axis=0) for name, a in pieces[0].arrays.items()}
     # In ascending order, what a piece has is a range, and mostly all of it: then each
     # example goes from where it lies to its place.
     ascending, order, are_all = _sorted(rows)
@@ -90,8 +91,9 @@ def gathered(pieces: Sequence[Piece], rows: Rows) -> dict[str, Array]:
         for name, array in piece.arrays.items():
             if name not in read:
                 read[name] = np.empty((len(rows), *array.shape[1:]), array.dtype)
-            of = array[taken[0] : taken[-1] + 1] if are_all else array.take(taken, 0)
-            _items(read[name])[places] = _items(of)
+            items = _items(array)
+            of = items[taken[0] : taken[-1] + 1] if are_all else items[taken]
+            _items(read[name])[places] = of
     return read
 
 

@@ -23,6 +23,7 @@ from jgraph.runtime.data.batches import Array, Field
 from jgraph.runtime.data.gathering import Piece, gathered, joined, part_of, size_of
 from jgraph.runtime.data.jax_types import as_jax_type
 from jgraph.runtime.data.packed_lists import packed_dtypes, unpacked
+from jgraph.runtime.data.plain_pages import PlainPages, layout_of
 from jgraph.runtime.data.record_files import needs
 from jgraph.runtime.data.spilled_arrays import SpilledArrays
 
@@ -65,9 +66,11 @@ class ParquetReader:
         parquet = needs("pyarrow.parquet", "Parquet")
         # One column is one read of the file anyway: none to put together ahead.
         ahead = columns is None or len(columns) > 1
+        arrow = needs("pyarrow", "Parquet")
         try:
+            self._handles = [arrow.OSFile(str(file)) for file in files]
             self._opened = [
-                parquet.ParquetFile(file, pre_buffer=ahead) for file in files
+                parquet.ParquetFile(file, pre_buffer=ahead) for file in self._handles
             ]
         except (OSError, ValueError) as error:
             raise SourceError(f"a Parquet file cannot be read: {error}") from error
@@ -111,6 +114,7 @@ class ParquetReader:
         self._spilled: dict[tuple[int, int], list[Piece]] = {}
         self._decoded: Counter[tuple[int, int]] = Counter()
         self._lock = threading.Lock()
+        self._plain: list[PlainPages] = []
         full = next((i for i, part in enumerate(self.parts) if part.examples), None)
         if full is None:
             raise SourceError(f"{files[0]} has no rows")
@@ -122,6 +126,23 @@ class ParquetReader:
             largest = max(int(np.diff(g).max(initial=0)) for g in self._groups)
             self._room = min(kept_bytes, _RECENT * self._row_bytes * largest)
             self._room -= sum(size_of(group) for group in self._cache.values())
+            self._plain = self._plain_pages(first)
+
+    def _plain_pages(self, schema: Any) -> list[PlainPages]:
+        """Returns what reads pages that need no decoding; none: a column never has."""
+        layouts = {
+            name: layout_of(
+                schema.field(name).type,
+                self._packed.get(name),
+                field.shape[0] if field.shape else 0,
+            )
+            for name, field in self.fields.items()
+        }
+        known = {name: layout for name, layout in layouts.items() if layout is not None}
+        if len(known) < len(layouts):
+            return []
+        pairs = zip(self._handles, self._opened, strict=True)
+        return [PlainPages(file, opened.metadata, known) for file, opened in pairs]
 
     def read(self, part: int, rows: Rows) -> dict[str, Array]:
         """See ``Reader.read``."""
@@ -132,6 +153,8 @@ class ParquetReader:
         starts = self._groups[part]
         low, high = int(rows.min()), int(rows.max())
         first, last = (np.searchsorted(starts, (low, high), "right") - 1).tolist()
+        if pieces := self._plain_pieces(part, range(first, last + 1), low, high + 1):
+            return gathered(pieces, rows)
         if first == last:
             return gathered(self._group(part, first), rows)
         numbers = [n for n in range(first, last + 1) if starts[n] < starts[n + 1]]
@@ -139,6 +162,29 @@ class ParquetReader:
             of_rows = np.searchsorted(starts, rows, "right") - 1
             numbers = (first + np.flatnonzero(np.bincount(of_rows - first))).tolist()
         return gathered(self._groups_of(part, numbers), rows)
+
+    def _plain_pieces(
+        self, part: int, numbers: Sequence[int], low: int, end: int
+    ) -> list[Piece]:
+        """Returns rows of row groups that need no decoding; none: one needs it."""
+        if not self._plain or (end - low) * self._row_bytes > _TOGETHER_BYTES:
+            return []
+        starts, pieces = self._groups[part], []
+        for number in numbers:
+            start = int(starts[number])
+            first, stop = max(low - start, 0), min(end, int(starts[number + 1])) - start
+            if first >= stop:
+                continue
+            rows = self._plain[part].read(number, first, stop)
+            if rows is None:
+                return []
+            for at, columns in rows:
+                arrays = {
+                    name: self._checked(array, name, part)
+                    for name, array in columns.items()
+                }
+                pieces.append(Piece(start + at, arrays))
+        return pieces
 
     def _groups_of(self, part: int, numbers: Sequence[int]) -> list[Piece]:
         """Returns the arrays of row groups, given in ascending order.
@@ -234,6 +280,12 @@ class ParquetReader:
             }
             pieces.append(Piece(first, arrays))
             first += batch.num_rows
+        if first != starts[-1]:
+            raise SourceError(
+                f"{self._files[part]} is damaged: {first - starts[0]} rows lie where "
+                f"it says that there are {starts[-1] - starts[0]}; write it anew",
+                file=str(self._files[part]),
+            )
         return pieces
 
     def _array(self, column: Any, name: str, part: int) -> Array:
@@ -248,6 +300,11 @@ class ParquetReader:
             examples = column.to_numpy(zero_copy_only=False)
         if examples is None:
             raise SourceError(f"{where} has lists of different lengths; pad them")
+        return self._checked(examples, name, part)
+
+    def _checked(self, examples: Array, name: str, part: int) -> Array:
+        """Returns examples of the type and the shape that all of a field have."""
+        where = f"column '{name}' of {self._files[part]}"
         array = as_jax_type(examples, where, self._wide)
         field = self.fields.get(name)
         if field is not None and array.shape[1:] != field.shape:

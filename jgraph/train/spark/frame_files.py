@@ -122,9 +122,11 @@ def write_frame(
     had_one = where.exists()
     try:
         numbers = with_packed_lists(frame.select(*chosen))
+        nbytes = group_bytes(len(names))
         to_write = numbers.write.mode("append").options(
             **{
-                "parquet.block.size": group_bytes(len(names)),
+                "parquet.block.size": nbytes,
+                "parquet.page.size": 2 * nbytes,  # one of a column, in each row group
                 # Nobody asks for the least and the greatest row of each group.
                 "parquet.column.statistics.enabled": "false",
                 "compression": "none",  # to read takes half the time
