@@ -11,10 +11,24 @@ number of microbatches:
   by the schedule, and between the first and the last pass of traced steps. On fewer
   cores than workers the waiting is not of the schedule alone.
 * ``held_mb``: the most bytes of values that a worker holds in a step, by the plan.
+
+``--slowed``: two workers, each on a core of its own; the second one shares its core
+with a process that computes all the time. The layers are cut into halves, and by
+``balance=jg.auto(cluster)``, in turns:
+
+* ``gain``: time of a step with halves over that with the measured cut.
+* ``predicted_gain``: the same of the slowest stages, as the balance tells.
+* ``layers``: how many layers each worker has by the measured cut.
+* ``speeds``: of the workers, in GFLOP/s, as measured.
 """
 
+import os
+import pathlib
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -86,11 +100,16 @@ class Piped(OnCluster):
     """A pipeline on a cluster of its own."""
 
     def __init__(
-        self, cluster: jg.LocalCluster, pipe: jg.Pipeline, params: list[Layers]
+        self,
+        cluster: jg.LocalCluster,
+        pipe: jg.Pipeline,
+        params: list[Layers],
+        x: Any,
+        container: str = "",
     ) -> None:
         super().__init__(cluster)
         self.session = cluster.session()
-        self.step = pipe.step(params, optax.sgd(RATE))
+        self.step = pipe.step(params, optax.sgd(RATE), x=x, container=container)
 
     def held_mb(self, x: Any, t: Any) -> float:
         """Returns the most MB of values that a worker holds in a step."""
@@ -118,6 +137,78 @@ def waited(ran: RunMetadata) -> float:
     return 1 - sum(n.seconds for n in passes) / ((ended - began) * len(tasks))
 
 
+ONE_THREAD = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+SPINS = """
+import os, sys, time
+parent, ends = os.getppid(), time.monotonic() + float(sys.argv[1])
+while time.monotonic() < ends and os.getppid() == parent:
+    pass
+"""
+SPINS_S = 600
+
+
+@contextmanager
+def slowed(cluster: jg.LocalCluster) -> Iterator[None]:
+    """Gives each of two workers a core, and the second one company there."""
+    first, *_, last = sorted(os.sched_getaffinity(0)) * 2
+    command = [sys.executable, "-c", SPINS, str(SPINS_S)]
+    company = subprocess.Popen(command)
+    try:
+        pids = [cluster.pid(task) for task in cluster.tasks("worker")]
+        for pid, core in zip([*pids, company.pid], [first, last, last], strict=True):
+            for thread in pathlib.Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), {core})
+        yield
+    finally:
+        company.kill()
+        company.wait(10)
+
+
+def balanced(a: Any) -> None:
+    """Measures what a cut by speed gains where a worker is slow."""
+    x, t = np.random.default_rng(0).normal(size=(2, a.batch, a.width)).astype("float32")
+    params = [[layer] for tree in make_params(a.width, a.layers, 1) for layer in tree]
+    microbatches = max(a.microbatches)
+    cluster = jg.LocalCluster(ps=0, workers=2, env=ONE_THREAD)
+    with cluster, slowed(cluster):
+        measured = jg.auto(cluster)
+        costs = measured.cost_model
+        cut = jg.Pipeline(
+            [stage] * a.layers, loss_fn, microbatches=microbatches, balance=measured
+        )
+        halves = jg.Pipeline([stage] * 2, loss_fn, microbatches=microbatches)
+        ways = {
+            "balanced": Piped(cluster, cut, params, x, "balanced"),
+            "halves": Piped(
+                cluster, halves, make_params(a.width, a.layers, 2), x, "halves"
+            ),
+        }
+        calls = {
+            name: lambda piped=piped: piped.seconds(a.steps, x, t)
+            for name, piped in ways.items()
+        }
+        measure.take_turns(calls, 1)
+        turns = measure.take_turns(calls, a.rounds)
+    balance = cut.balance
+    assert balance is not None
+    print(balance, file=sys.stderr)
+    measure.emit(
+        "pipeline",
+        case="slowed",
+        layers=[stage.end - stage.first for stage in balance.stages],
+        speeds=[
+            round(costs.tasks[s.task].flops_per_s / 1e9, 1) for s in balance.stages
+        ],
+        width=a.width,
+        batch=a.batch,
+        microbatches=microbatches,
+        **measure.spread("ms", [1e3 * s for s in turns["balanced"]]),
+        **measure.spread("halves_ms", [1e3 * s for s in turns["halves"]]),
+        **measure.ratio("gain", turns["halves"], turns["balanced"]),
+        predicted_gain=round(balance.even_s / balance.slowest_s, 3),
+    )
+
+
 def main(args: Sequence[str] | None = None) -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--workers", type=int, default=2)
@@ -128,7 +219,11 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--schedule", nargs="+", default=["1f1b", "gpipe"])
     parser.add_argument("--steps", type=int, default=10, help="of a round")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--slowed", action="store_true", help="one worker is slow")
     a = parser.parse_args(args)
+    if a.slowed:
+        balanced(a)
+        return
     x, t = np.random.default_rng(0).normal(size=(2, a.batch, a.width)).astype("float32")
     params = make_params(a.width, a.layers, a.workers)
     for schedule in a.schedule:
@@ -139,7 +234,8 @@ def main(args: Sequence[str] | None = None) -> None:
                 microbatches=microbatches,
                 schedule=schedule,
             )
-            with Piped(jg.LocalCluster(ps=0, workers=a.workers), pipe, params) as piped:
+            cluster = jg.LocalCluster(ps=0, workers=a.workers)
+            with Piped(cluster, pipe, params, x) as piped:
                 held = piped.held_mb(x, t)
                 one = OneProcess(params, x, t)
                 ways = {

@@ -190,6 +190,19 @@ def test_a_pipeline_takes_turns_with_one_process(bench: Bench) -> None:
 
 @pytest.mark.procs
 @pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="gives processes a core each")
+def test_a_cut_by_speed_takes_turns_with_halves_where_a_worker_is_slow(
+    bench: Bench,
+) -> None:
+    words = "--width 16 --layers 4 --batch 8 --microbatches 2 --steps 1 --rounds 1"
+    (line,) = bench(pipeline.main, f"{words} --slowed")
+    assert line["case"] == "slowed"
+    assert (len(line["layers"]), sum(line["layers"])) == (2, 4)
+    assert line["gain"] == pytest.approx(line["halves_ms"] / line["ms"], rel=0.2)
+
+
+@pytest.mark.procs
+@pytest.mark.nightly
 def test_halves_on_two_workers_take_turns_with_one_process(bench: Bench) -> None:
     words = "--width 256 --batch 64 --layers 2 --steps 2 --rounds 1"
     (line,) = bench(split.main, words)
