@@ -104,6 +104,14 @@ def up(
             "--dashboard", help="Serve a page beside that shows the cluster live."
         ),
     ] = False,
+    insecure_i_accept: Annotated[
+        bool,
+        typer.Option(
+            "--insecure-i-accept",
+            help="With --hosts: let the child processes of SyncPS(dense='xla') listen "
+            "there, without TLS.",
+        ),
+    ] = False,
     timeout: Timeout = 90,
     as_json: Json = False,
 ) -> None:
@@ -117,8 +125,17 @@ def up(
 
         counts = {"ps": ps, "worker": workers}
         options = (port, remote, ssh, timeout, restarts, name)
-        run_on_hosts(hosts, counts, *options, as_json=as_json)
+        run_on_hosts(
+            *(hosts, counts, *options),
+            insecure_i_accept=insecure_i_accept,
+            as_json=as_json,
+        )
         return
+    if insecure_i_accept:
+        raise typer.BadParameter(
+            "on this machine nothing listens beyond loopback; --insecure-i-accept is "
+            "for --hosts"
+        )
     from jgraph.launch.local.daemon import describe, up as start
 
     cluster = start(name, ps, workers, restarts, timeout, dashboard=dashboard)

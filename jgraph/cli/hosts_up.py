@@ -27,6 +27,7 @@ def run_on_hosts(
     restarts: int,
     name: str,
     *,
+    insecure_i_accept: bool,
     as_json: bool,
 ) -> None:
     """Starts tasks, says how to connect, and ends them on SIGINT or SIGTERM.
@@ -55,6 +56,7 @@ def run_on_hosts(
         ssh=ssh,
         restarts=restarts,
         say=lambda line: typer.echo(line, err=True),
+        insecure_i_accept=insecure_i_accept,
     ) as cluster:
         cluster.wait(timeout_s)
         where = {"target": cluster.target, "tls": str(cluster.certificates)}

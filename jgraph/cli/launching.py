@@ -17,6 +17,10 @@ k8s = typer.Typer(help="Clusters of Kubernetes.", no_args_is_help=True)
 Ps = Annotated[int, typer.Option(min=0, help="Parameter servers.")]
 Workers = Annotated[int, typer.Option(min=0, help="Workers.")]
 Port = Annotated[int, typer.Option(min=1024, max=65535, help="Port of the tasks.")]
+_CHILDREN = (
+    "Let the child processes of SyncPS(dense='xla') listen in the cluster's network, "
+    "without TLS."
+)
 Called = Annotated[str, typer.Option(help="Name of the cluster.")]
 
 
@@ -57,6 +61,9 @@ def render_slurm(
     wait: Annotated[
         int, typer.Option(min=2, help="Seconds to wait for the tasks to start.")
     ] = 120,
+    insecure_i_accept: Annotated[
+        bool, typer.Option("--insecure-i-accept", help=_CHILDREN)
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print a script for sbatch that starts the tasks and then your program."""
@@ -64,17 +71,26 @@ def render_slurm(
 
     options = option or ()
     if join is not None:
-        _check_only_joins(program, spare)
+        _check_only_joins(program, spare, insecure_i_accept=insecure_i_accept)
         text = SlurmWorkers(str(join), workers, name, options).script()
     else:
-        job = SlurmJob(program or (), ps, workers, name, port, options, wait, spare)
+        job = SlurmJob(
+            *(program or (), ps, workers, name, port, options, wait, spare),
+            insecure_i_accept=insecure_i_accept,
+        )
         text = job.script()
     say({"script": text}, text.rstrip(), as_json=as_json)
 
 
-def _check_only_joins(program: list[str] | None, spare: int) -> None:
+def _check_only_joins(
+    program: list[str] | None, spare: int, *, insecure_i_accept: bool
+) -> None:
     """Refuses what does not go with --join."""
-    for value, what in [(program, "a program"), (spare, "--spare")]:
+    for value, what in [
+        (program, "a program"),
+        (spare, "--spare"),
+        (insecure_i_accept, "--insecure-i-accept"),
+    ]:
         if value:
             raise ConfigError(
                 f"--join does not go with {what}: those that join train for the "
@@ -142,20 +158,18 @@ def render_k8s(
         bool,
         typer.Option(
             "--insecure-i-accept",
-            help="With --serve: plain text, to pods with the label jgraph-client only.",
+            help=f"{_CHILDREN} With --serve: plain text, to pods with the label "
+            "jgraph-client only.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Print manifests for kubectl apply: a StatefulSet of ps, a Job of workers."""
-    from jgraph.errors import ConfigError
     from jgraph.launch.kubernetes import Deployment, Size
     from jgraph.launch.kubernetes_serving import ModelDeployment
 
     paths = sorted(certs.iterdir()) if certs else []
     files = {path.name: path.read_bytes() for path in paths if path.is_file()}
-    if insecure_i_accept and not serve:
-        raise ConfigError("a cluster has TLS; --insecure-i-accept is for --serve")
     if serve and (jobset or elastic):
         option = "--jobset" if jobset else "--elastic"
         raise ConfigError(f"{option} is of a cluster; leave {option} or --serve away")
@@ -183,6 +197,7 @@ def render_k8s(
         },
         elastic=elastic,
         files=files,
+        insecure_i_accept=insecure_i_accept,
     )
     found = deployment.jobset() if jobset else deployment.plain()
     _say_manifests(found, as_json=as_json)

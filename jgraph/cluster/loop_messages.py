@@ -144,6 +144,7 @@ class SyncRequest:
       rule: how many replicas are invited to an update; None: all take part.
       sums: how their contributions are summed; None: the ps see each.
       group: what children of the workers' servers sum; None: nothing.
+      host_sums: what is summed on each host before it leaves that; None: nothing.
     """
 
     gate: str
@@ -160,6 +161,7 @@ class SyncRequest:
     rule: RoundRule | None = None
     sums: SumRule | None = None
     group: pb.CollectiveGroup | None = None
+    host_sums: pb.HostSums | None = None
 
 
 @final
@@ -474,6 +476,7 @@ def _sync_order(request: SyncRequest | None) -> pb.SyncOrder | None:
         and pb.RoundRule(fraction=rule.fraction, least=rule.least, seed=rule.seed),
         secure=_secure_order(request.sums),
         group=request.group,
+        host_sums=request.host_sums,
     )
 
 

@@ -216,12 +216,22 @@ class ClusterSpec:
           >>> ClusterSpec({"ps": ["a:8470"], "worker": ["b:8470"]}).is_on_one_host
           False
         """
+        return len(set(self.hosts.values())) == 1
+
+    @property
+    def hosts(self) -> dict[TaskName, str]:
+        """The host of each task, as its address says.
+
+        Example:
+          >>> ClusterSpec({"worker": ["A:8470", "localhost:8471"]}).hosts
+          {'/job:worker/task:0': 'a', '/job:worker/task:1': '127.0.0.1'}
+        """
         hosts = {
-            address.lower().rpartition(":")[0]
-            for tasks in self._jobs.values()
-            for address in tasks.values()
+            TaskName(f"/job:{job}/task:{index}"): address.lower().rpartition(":")[0]
+            for job, tasks in self._jobs.items()
+            for index, address in tasks.items()
         }
-        return len({_LOOPBACK.get(host, host) for host in hosts}) == 1
+        return {task: _LOOPBACK.get(host, host) for task, host in hosts.items()}
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
         """Returns each job's tasks: a list if no index is missing, else a dict."""

@@ -18,7 +18,7 @@ _REMOTE: Final = (
     "trap 'rm -rf \"$dir\"' EXIT; "
     'head -c {nbytes} | tar -x -C "$dir" || exit 1; '
     "{jgraph} server --job {job} {which} "
-    '--tls-dir "$dir" --bind 0.0.0.0 --end-with-input --overdue-s 10'
+    '--tls-dir "$dir" --bind 0.0.0.0 --end-with-input --overdue-s 10{insecure}'
 )
 
 # Processes whose command names the cluster, as this one does not, literally. What a
@@ -83,12 +83,14 @@ class RemoteTask:
       host: where.
       joins: a cluster that is up, which it joins; empty: it is one of the first tasks.
       port: then, that it listens at.
+      insecure_i_accept: its children may listen beyond loopback; see ``Server``.
     """
 
     task: TaskName
     host: Host
     joins: str = ""
     port: int = 0
+    insecure_i_accept: bool = False
 
     @property
     def stem(self) -> str:
@@ -148,7 +150,10 @@ def remote_command(task: RemoteTask, nbytes: int, run: str, jgraph: str) -> str:
     if task.joins:
         here = shlex.quote(task.host.address)
         which = f"--join {shlex.quote(task.joins)} --host {here} --port {task.port}"
-    return _REMOTE.format(nbytes=nbytes, job=job, which=which, run=run, jgraph=words)
+    insecure = " --insecure-i-accept" if task.insecure_i_accept else ""
+    return _REMOTE.format(
+        nbytes=nbytes, job=job, which=which, run=run, jgraph=words, insecure=insecure
+    )
 
 
 def changed_hosts(

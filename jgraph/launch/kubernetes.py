@@ -83,6 +83,8 @@ class Deployment:
       elastic: workers join the cluster by themselves; see ``plain``.
       files: of the Secret, as ``jgraph certs`` wrote them; if empty, a Secret of that
         name has to be there.
+      insecure_i_accept: children of the workers' servers may listen, at any port, for
+        pods of this cluster; see ``Server``.
 
     Raises:
       ConfigError: no ps or no worker; ``files`` of another cluster.
@@ -98,6 +100,7 @@ class Deployment:
     sizes: Mapping[str, Size] = field(default_factory=dict)
     elastic: bool = False
     files: Mapping[str, bytes] = field(default_factory=dict)
+    insecure_i_accept: bool = False
 
     def __post_init__(self) -> None:
         if self.ps < 1 or self.workers < 1:
@@ -212,17 +215,20 @@ class Deployment:
     def _network_policy(self) -> Manifest:
         """Tasks and pods with the label of clients may call; nobody else."""
         allowed = [self._labels(), {"jgraph-client": self.name}]
-        rule = {
+        rule: Manifest = {
             "from": [{"podSelector": {"matchLabels": labels}} for labels in allowed],
             "ports": [
                 {"protocol": "TCP", "port": port}
                 for port in (self.port, self.data_port)
             ],
         }
+        rules: list[Manifest] = [rule]
+        if self.insecure_i_accept:
+            rules.append({"from": rule["from"][:1]})
         spec = {
             "podSelector": {"matchLabels": self._labels()},
             "policyTypes": ["Ingress"],
-            "ingress": [rule],
+            "ingress": rules,
         }
         return self._object("networking.k8s.io/v1", "NetworkPolicy", self.name, spec)
 
@@ -282,7 +288,11 @@ class Deployment:
         return {
             "name": "jgraph",
             "image": self.image,
-            "args": ["server", *(word for pair in arguments.items() for word in pair)],
+            "args": [
+                "server",
+                *(word for pair in arguments.items() for word in pair),
+                *(["--insecure-i-accept"] if self.insecure_i_accept else []),
+            ],
             "env": environment,
             "ports": [
                 {"name": "jgraph", "containerPort": self.port},

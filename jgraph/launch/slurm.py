@@ -40,7 +40,7 @@ addresses() {{
 jgraph certs "$run/certs" --cluster "$run/cluster.toml"{spare} > "$run/certs.txt"
 
 srun --kill-on-bad-exit=0 --output="$run/server-%t.log" \\
-  jgraph server --cluster "$run/cluster.toml" --bind 0.0.0.0 &
+  jgraph server --cluster "$run/cluster.toml" --bind 0.0.0.0{insecure} &
 servers=$!
 trap 'kill "$servers" && wait "$servers" || true' EXIT
 
@@ -71,6 +71,8 @@ class SlurmJob:
       options: further options of ``sbatch``, such as ``--time=1:00:00``.
       wait_s: how long tasks may take to start.
       spare: so many workers may join the cluster later; see ``SlurmWorkers``.
+      insecure_i_accept: children of the servers may listen beyond loopback; see
+        ``Server``.
 
     Raises:
       ConfigError: no task or no program.
@@ -84,6 +86,7 @@ class SlurmJob:
     options: Sequence[str] = ()
     wait_s: int = 120
     spare: int = 0
+    insecure_i_accept: bool = False
 
     def __post_init__(self) -> None:
         if self.ps + self.workers < 1:
@@ -110,6 +113,7 @@ class SlurmJob:
             attempts=max(1, self.wait_s // 2),
             program=shlex.join(self.program),
             spare=f" --spare {self.spare}" if self.spare else "",
+            insecure=" --insecure-i-accept" if self.insecure_i_accept else "",
         )
 
 

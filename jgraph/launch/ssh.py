@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Final, Self, final
 
@@ -215,6 +215,8 @@ class HostsCluster:
       ssh: the command here, with its options.
       restarts: how often a task that died is started again within a minute.
       say: takes each line that a server logs.
+      insecure_i_accept: children of the servers may listen beyond loopback; see
+        ``Server``.
 
     Attributes:
       spec: the cluster.
@@ -233,9 +235,11 @@ class HostsCluster:
         ssh: str = "ssh",
         restarts: int = 2,
         say: Callable[[str], None] = print,
+        insecure_i_accept: bool = False,
     ) -> None:
         check_restarts(restarts)
         tasks, self.spec = deal(hosts, counts, port)
+        self._insecure_i_accept = insecure_i_accept
         first = self.spec.address(self.spec.tasks()[0])
         self.target = f"jgraphs://{first}"
         self._secrets = tempfile.TemporaryDirectory(prefix="jgraph-certs-")
@@ -288,6 +292,7 @@ class HostsCluster:
         )
 
     def _start(self, task: RemoteTask) -> RemoteProcess:
+        task = replace(task, insecure_i_accept=self._insecure_i_accept)
         return RemoteProcess(
             *(task, self._files(task), self._run, self._jgraph, self._ssh),
             self._log_dir,

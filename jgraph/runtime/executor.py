@@ -302,6 +302,11 @@ class StepRun:
             self._finish([])
         self._drain()
 
+    def start_unless_over(self) -> None:
+        """Starts; a step that was given up while it waited does not."""
+        if not self.is_over:
+            self.start()
+
     @property
     def is_held(self) -> bool:
         """Whether it only reads and sends until it is its turn."""

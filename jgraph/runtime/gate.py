@@ -6,7 +6,8 @@ gates into ``TaskRuntime.gates``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, cast
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 
@@ -23,6 +24,22 @@ Key: TypeAlias = tuple[str, str]
 
 Contribution: TypeAlias = Mapping[Key, np.ndarray[Any, Any]]
 """Values by variable; of rows, those that are there."""
+
+
+class Chosen(NamedTuple):
+    """What an update is the mean of.
+
+    Attributes:
+      contributions: in the order in which they are summed.
+      parts: of variables of which some contributions came as a sum: what came.
+    """
+
+    contributions: Sequence[Contribution]
+    parts: Mapping[Key, Sequence[np.ndarray[Any, Any]]] = {}
+
+    def of(self, key: Key) -> Sequence[np.ndarray[Any, Any]]:
+        """Returns what there is of a variable."""
+        return self.parts.get(key) or [each[key] for each in self.contributions]
 
 
 class Gate(Protocol):
@@ -46,8 +63,13 @@ class Aggregator(Gate, Protocol):
     def contribute(self, step: StepKey, slot: int, values: Contribution) -> None:
         """Takes what a step that was let in contributes for a data slot."""
 
-    def chosen(self) -> Sequence[Contribution]:
-        """Returns the contributions to average, in the order in which to sum them."""
+    def ask_update(
+        self, let_in: Callable[[], None], refuse: Callable[[JGError], None]
+    ) -> None:
+        """Calls ``let_in`` when all that was chosen is here, or ``refuse``, once."""
+
+    def chosen(self) -> Chosen:
+        """Returns the contributions to average."""
 
     def applied(self) -> None:
         """Learns that the update of the chosen contributions is applied here."""
@@ -76,7 +98,7 @@ def averages(
     partition: Partition,
     node: AggregateNode,
     group: VariableGroup,
-    chosen: Sequence[Contribution],
+    chosen: Chosen,
 ) -> list[np.ndarray[Any, Any]]:
     """Returns the means of what was chosen, as a group takes them.
 
@@ -84,25 +106,38 @@ def averages(
       partition: of the node.
       node: says what is averaged.
       group: its variables, those of ``row_means`` last.
-      chosen: the contributions, in the order in which they are summed.
+      chosen: the contributions.
     """
     variables = partition.variables
     keys = list(map(key_of, group[: len(node.variables)]))
     packed, alone = runs(keys, group.packs)
     # An element is summed as it would be alone: a mean has the same bits.
     means = [
-        _joint(run)([joined([each[key] for key in run], *layout) for each in chosen])
+        _joint(run, chosen)([joined(row, *layout) for row in _rows(run, chosen)])
         for run, layout in zip(packed, group.layouts(), strict=True)
     ]
-    means += [_joint([key])([each[key] for each in chosen]) for key in alone]
+    means += [_joint([key], chosen)(chosen.of(key)) for key in alone]
     for rows in node.row_means:
         names = [key_of(variables[v]) for v in (rows.ids, *rows.rows)]
-        parts = [[each[name] for name in names] for each in chosen]
+        parts = [[each[name] for name in names] for each in chosen.contributions]
         means += mean_of_rows(parts, variables[rows.ids].type.shape[0])
     return means
 
 
-def _joint(run: Sequence[Key]) -> Callable[[Sequence[Any]], np.ndarray[Any, Any]]:
+def _rows(run: Sequence[Key], chosen: Chosen) -> list[list[np.ndarray[Any, Any]]]:
+    """Returns what there is of variables; zeros where some of it came as a sum."""
+    columns = [chosen.of(key) for key in run]
+    most = max(map(len, columns))
+    full = [
+        [*column, *[np.zeros_like(column[0])] * (most - len(column))]
+        for column in columns
+    ]
+    return [list(row) for row in zip(*full, strict=True)]
+
+
+def _joint(
+    run: Sequence[Key], chosen: Chosen
+) -> Callable[[Sequence[Any]], np.ndarray[Any, Any]]:
     """Returns what makes one array of those of all contributions.
 
     Raises:
@@ -113,4 +148,4 @@ def _joint(run: Sequence[Key]) -> Callable[[Sequence[Any]], np.ndarray[Any, Any]
         raise InvalidProgramError(
             "a flat array has variables that are summed, and others that are averaged"
         )
-    return total if summed == {True} else mean
+    return total if summed == {True} else partial(mean, over=len(chosen.contributions))

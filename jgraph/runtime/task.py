@@ -432,8 +432,10 @@ class TaskRuntime:
     def _begin(self, registered: _Registered, run: StepRun) -> None:
         run.has_begun = True
         gate = self.gates.get(registered.gate)
-        if gate is None or registered.applies:
+        if gate is None:
             run.start()
+        elif registered.applies:
+            aggregator(gate).ask_update(run.start_unless_over, run.abort)
         else:
             gate.ask(run.step, run.start, run.abort)
 

@@ -102,6 +102,7 @@ class TaskService:
             self.runtime.gates,
             clock=context.clock,
             groups=GroupHost(context, self.events),
+            submit=self.shell.submit,
         )
         self._calls = CallCounts(context.clock)
         self._saves = SaveCounts(context.clock)

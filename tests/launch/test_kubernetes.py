@@ -197,6 +197,19 @@ def test_only_pods_of_the_cluster_and_its_clients_may_call() -> None:
     assert labels[0].items() <= template["metadata"]["labels"].items()
 
 
+def test_children_of_servers_may_listen_for_pods_of_the_cluster_where_asked() -> None:
+    """Of those that are clients alone nobody may call them."""
+    accepts = replace(FULL, insecure_i_accept=True).plain()
+    calls, children = by_kind(accepts)["NetworkPolicy"]["spec"]["ingress"]
+    assert children == {"from": calls["from"][:1]}  # at any port
+    for template in pods_of(accepts).values():
+        (container,) = template["spec"]["containers"]
+        assert container["args"][-1] == "--insecure-i-accept"
+    for template in pods_of(FULL.plain()).values():
+        (container,) = template["spec"]["containers"]
+        assert "--insecure-i-accept" not in container["args"]
+
+
 def test_the_secret_has_what_certs_wrote(tmp_path: Path) -> None:
     tasks = ["/job:ps/task:0", "/job:worker/task:0"]
     files = make_certificates(tmp_path / "c", map(TaskName, tasks))

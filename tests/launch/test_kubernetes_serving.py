@@ -100,18 +100,10 @@ def test_no_replicas_are_refused() -> None:
         ModelDeployment("i", "m", 0)
 
 
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        (["--serve", "m", "--jobset"], "leave --jobset or --serve away"),
-        (["--insecure-i-accept"], "is for --serve"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(
-    words: list[str], match: str
-) -> None:
+def test_options_that_do_not_go_together_are_refused() -> None:
+    words = ["--serve", "m", "--jobset"]
     done = CliRunner().invoke(app, ["k8s", "render", "--image", "i", *words])
-    assert match in str(done.exception)
+    assert "leave --jobset or --serve away" in str(done.exception)
 
 
 def test_the_command_prints_what_is_to_be_applied(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,12 @@ def test_the_script_is_as_it_was(rewrite: bool) -> None:
     if rewrite:
         path.write_text(SMALL.script(), encoding="utf-8")
     assert SMALL.script() == path.read_text(encoding="utf-8")
+
+
+def test_children_of_servers_may_listen_beyond_a_node_where_asked() -> None:
+    assert "insecure" not in SMALL.script()
+    script = replace(SMALL, insecure_i_accept=True).script()
+    assert "--bind 0.0.0.0 --insecure-i-accept &" in script
 
 
 def test_bash_reads_the_script() -> None:
@@ -141,6 +148,7 @@ def test_the_scripts_start_servers_let_a_worker_join_and_end_them(
     [
         (["--", "python", "train.py"], "does not go with a program"),
         (["--spare", "2"], "does not go with --spare"),
+        (["--insecure-i-accept"], "does not go with --insecure-i-accept"),
     ],
 )
 def test_those_that_join_have_no_program_and_make_no_certificates(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,10 @@ def test_words_of_the_remote_command_are_quoted() -> None:
     command = remote_command(joiner, 5, "jgraph-1", "jgraph")
     assert "server --job worker --join jgraphs://a:1 --host 'b c' --port 9 " in command
     assert "--cluster" not in command
+    assert "insecure" not in command
+    accepts = replace(joiner, insecure_i_accept=True)
+    command = remote_command(accepts, 5, "jgraph-1", "jgraph")
+    assert command.endswith(" --overdue-s 10 --insecure-i-accept")
 
 
 # ---------------------------------------------------------------- over a real sshd

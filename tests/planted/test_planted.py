@@ -45,6 +45,10 @@ GROUP: Final = (
     "tests/coordination/sync/test_group.py::"
     "test_each_version_is_summed_once_for_each_member_whatever_dies"
 )
+ON_HOSTS: Final = (
+    "tests/simulation/test_sync.py::"
+    "test_sums_of_hosts_have_what_was_decided_whoever_is_lost"
+)
 INBOUND: Final = "tests/rpc/exchange/test_inbound.py::"
 CUTS: Final = "tests/rpc/test_cuts_in_virtual_time.py::"
 CALLS: Final = "tests/rpc/test_calls_resume.py::"
@@ -579,6 +583,39 @@ BUGS: Final = {
         "return [Keep(step), *([Sum(version)] if all_there else [])]",
         "return [Keep(step), *self._flush(), *([Sum(version)] if all_there else [])]",
         f"{TRANSCRIPT}[sync/sync_gate/together]",
+    ),
+    "an owner averages before all sums of hosts are there": Bug(
+        "coordination/sync/host_sums.py",
+        "if len(found) != len(missing) or missing.difference(found):",
+        "if False:",
+        ON_HOSTS,
+    ),
+    "a sum that was lost with its link is not sent again": Bug(
+        "coordination/sync/host_sums.py",
+        "return [SendAgain(part)] if part in self._awaiting else []",
+        "return []",
+        ON_HOSTS,
+    ),
+    "a sum that was overtaken leaves a host after the newer one": Bug(
+        "server/gates/host_sums.py",
+        "if self._is_closed or self._newest[order.owner] is not order:",
+        "if self._is_closed:",
+        "tests/server/gates/test_host_sums.py::"
+        "test_a_sum_that_is_overtaken_by_a_newer_one_does_not_leave",
+    ),
+    "who is out of a secure sum leaves its masks in it": Bug(
+        "coordination/secure/sum_round.py",
+        "outside = self._sharing - self._inside",
+        "outside = frozenset[str]()",
+        "tests/simulation/test_secure.py::"
+        "test_each_sum_is_of_who_was_decided_and_no_batch_counts_twice[6]",
+    ),
+    "a worker that missed an update does not read all fragments": Bug(
+        "train/step/fragments.py",
+        "return (expected == 0) | (expected != number)",
+        "return expected == 0",
+        "tests/simulation/test_fragments.py::"
+        "test_each_fragment_is_applied_to_what_its_workers_read_of_it[checkpoint-0.0]",
     ),
     "a replica contributes to an update twice": Bug(
         "coordination/sync/sync_gate.py",

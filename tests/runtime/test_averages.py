@@ -11,7 +11,7 @@ from jgraph.plan.program.nodes import AggregateNode, ValueType
 from jgraph.plan.program.program import Partition, StoredVariable
 from jgraph.plan.program.row_values import cuts_of, unpacked
 from jgraph.runtime.compiled.compile_cache import CompileCache
-from jgraph.runtime.gate import averages, key_of
+from jgraph.runtime.gate import Chosen, averages, key_of
 from jgraph.runtime.loaded import load_partition
 from jgraph.runtime.node_work import repeat
 from jgraph.runtime.store.groups import VariableGroup
@@ -32,13 +32,14 @@ def test_a_mean_on_a_flat_array_has_the_bits_of_means_alone(
     order = [4, 1, 0, 3, 2, 5]  # those of the flat array first, as a segment has them
     node = AggregateNode(tuple(range(len(variables))))
     rng = np.random.default_rng(0)
-    chosen = [
+    given = [
         {
             key_of(v): (100 * rng.normal(size=v.type.shape)).astype(v.type.np_dtype)
             for v in variables
         }
         for _ in range(contributions)
     ]
+    chosen = Chosen(given)
     alone = averages(partition, node, VariableGroup(variables), chosen)
     group = VariableGroup([variables[n] for n in order], [4])
     flat, *others = averages(partition, node, group, chosen)
@@ -49,19 +50,47 @@ def test_a_mean_on_a_flat_array_has_the_bits_of_means_alone(
     assert flat.ctypes.data % 64 == 0  # JAX takes it without a copy
 
 
+def test_a_part_of_what_is_averaged_may_have_come_as_a_sum() -> None:
+    """Of one variable of a flat array, and of another one; of three contributions."""
+    variables = [
+        StoredVariable(f"mean/{n}", ValueType((2,), "float32")) for n in range(4)
+    ]
+    partition = Partition(PS, (), tuple(variables), ())
+    node = AggregateNode(tuple(range(4)))
+    whole = [variables[1], variables[3]]
+    parts = [[np.array([value, 2 * value], np.float32)] for value in (6, 9)]
+    chosen = Chosen(
+        [
+            {key_of(v): np.full(2, n, np.float32) for v in variables if v not in whole}
+            for n in range(3)
+        ],
+        {key_of(v): part for v, part in zip(whole, parts, strict=True)},
+    )
+    flat, *others = averages(partition, node, VariableGroup(variables, [2]), chosen)
+    assert unpacked(flat, cuts_of([v.type for v in variables[:2]]))[0].tolist() == [
+        1,
+        1,
+    ]
+    assert unpacked(flat, cuts_of([v.type for v in variables[:2]]))[1].tolist() == [
+        2,
+        4,
+    ]
+    assert [other.tolist() for other in others] == [[1, 1], [3, 6]]
+
+
 def test_a_copy_takes_the_means_that_were_made_on_a_flat_array() -> None:
     types = [ValueType(shape, "float32") for shape in SHAPES]
     variables = [StoredVariable(f"mean/{n}", type_) for n, type_ in enumerate(types)]
     node = AggregateNode(tuple(range(len(variables))))
     partition = Partition(PS, (), tuple(variables), (node,))
     group, store = VariableGroup(variables, [4]), VariableStore(PS)
-    chosen = [
+    given = [
         {key_of(v): np.full(v.type.shape, n, np.float32) for v in variables}
         for n in (1, 2)
     ]
     loaded = load_partition(partition, (), CompileCache())
     loaded = replace(loaded, variables=((group, VariableGroup([])),))
-    means = averages(partition, node, group, chosen)
+    means = averages(partition, node, group, Chosen(given))
     for _ in range(2):  # makes the variables, then writes those that are there
         repeat(loaded, 0, means, store)
         for value, type_ in zip(store.read(variables), types, strict=True):

@@ -1,6 +1,7 @@
 """Thousands of runs of synchronous training on a cluster that goes wrong."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -119,14 +120,24 @@ def test_same_seed_is_the_same_synchronous_run(seed: int) -> None:
 class Lossy(SyncWorld):
     """Loses two tasks at once, while an update is made, time and again."""
 
-    def __init__(self, seed: int, durability: Durability, workers: int = 0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        durability: Durability,
+        workers: int = 0,
+        *,
+        shards: int = 0,
+        backups: int = 0,
+        hosts: int = 0,
+    ) -> None:
         self.left = 1 + seed % 3  # pairs of losses
         self.wait = seed % 10  # updates until the next
         super().__init__(
             *(seed,),
-            shards=2 + seed % 2,
+            shards=shards or 2 + seed % 2,
             workers=workers or 1 + seed % 3,
-            backups=0,
+            backups=backups,
+            hosts=hosts,
             steps=40,
             delay_s=0.02,
             durability=durability,
@@ -232,3 +243,30 @@ def test_workers_that_hold_the_variables_are_lost_with_them(
         kept_on += run.kept_on
         restored += run.restored
     assert (restored if durability == "checkpoint" else kept_on) >= RUNS // 20
+
+
+def summed_on_hosts(seed: int, durability: Durability) -> Owned:
+    """Runs workers that own the variables, two on each of two or three hosts."""
+    hosts = 2 + seed % 2
+    there: Any = {"workers": 2 * hosts, "shards": 2 * hosts, "hosts": hosts}
+    world = Owned(seed, durability, backups=seed // 2 % 2, **there)
+    world.net.duplicates = world.sim.chance.choice([0.0, 0.2])
+    for i in range(6):
+        world.sim.later(world.sim.chance.random() * (i + 1) * 0.5, world.save)
+    world.sim.run(lambda: world.state != "running", until=600.0)
+    return world
+
+
+@pytest.mark.row(60)
+@pytest.mark.parametrize("durability", ["checkpoint", "log", "replica"])
+def test_sums_of_hosts_have_what_was_decided_whoever_is_lost(
+    durability: Durability,
+) -> None:
+    """Late contributions are in no sum, and each owner has the same updates."""
+    kept_on = restored = 0
+    for seed in range(FIRST, FIRST + max(10, RUNS // 20)):
+        run = summed_on_hosts(seed, durability)
+        check_updates(run, seed)
+        kept_on += run.kept_on
+        restored += run.restored
+    assert (restored if durability == "checkpoint" else kept_on) >= 10

@@ -15,7 +15,11 @@ from jgraph.server.server import Server
 
 
 class Servers:
-    """Servers of this process, joined to one cluster."""
+    """Servers of this process, joined to one cluster.
+
+    With ``hosts`` the tasks of each job are at so many addresses of this machine, which
+    count as hosts; neighbours are together.
+    """
 
     def __init__(
         self,
@@ -23,19 +27,25 @@ class Servers:
         allow_sources: Sequence[str] = (),
         transport: TransportChoice = "auto",
         tls: Path | None = None,
+        hosts: int = 1,
         **jobs: int,
     ) -> None:
+        self.hosts = {
+            (job, index): f"127.0.0.{1 + index * hosts // count}"
+            for job, count in jobs.items()
+            for index in range(count)
+        }
         self.servers = [
             Server(
-                {job: {index: "127.0.0.1:0"}},
+                {job: {index: f"{host}:0"}},
                 job,
                 index,
+                bind=host,
                 transport=transport,
                 allow_sources=allow_sources,
                 tls=tls,
             )
-            for job, count in jobs.items()
-            for index in range(count)
+            for (job, index), host in self.hosts.items()
         ]
         self.spec = ClusterSpec(
             {
@@ -68,7 +78,8 @@ class Servers:
         old.stop(grace_s=0.0)
         self.servers.remove(old)
         job, _, index = task.removeprefix("/job:").partition("/task:")
-        self.servers.append(Server(self.spec, job, int(index)))
+        host = self.hosts[job, int(index)]
+        self.servers.append(Server(self.spec, job, int(index), bind=host))
 
     def stop(self) -> None:
         for server in self.servers:
@@ -76,9 +87,13 @@ class Servers:
 
 
 @contextmanager
-def connected(*, allow_sources: Sequence[str] = (), **jobs: int) -> Iterator[Cluster]:
+def connected(
+    *, allow_sources: Sequence[str] = (), hosts: int = 1, **jobs: int
+) -> Iterator[Cluster]:
     """A client of servers of this process, which end with it."""
-    servers = Servers(allow_sources=allow_sources, transport="auto", tls=None, **jobs)
+    servers = Servers(
+        allow_sources=allow_sources, transport="auto", tls=None, hosts=hosts, **jobs
+    )
     try:
         with connect(servers.servers[-1].target, timeout_s=20) as cluster:
             yield cluster
@@ -97,6 +112,17 @@ def ps_bytes(cluster: Cluster) -> int:
         if "ps" in task.task
         for peer in task.traffic
         if "worker" in peer.peer
+    )
+
+
+def bytes_between_hosts(cluster: Cluster) -> int:
+    """Returns what tasks have sent to tasks with another address."""
+    hosts = {str(task): host for task, host in cluster.spec.hosts.items()}
+    return sum(
+        peer.bytes_sent + peer.shared_bytes_sent
+        for task in cluster.status().tasks
+        for peer in task.traffic
+        if peer.peer in hosts and hosts[peer.peer] != hosts[task.task]
     )
 
 

@@ -78,7 +78,8 @@ class _Measuring:
         self._timeout_s = timeout_s
         self._deadline = clock.now() + timeout_s
         self._programs = Programs(cluster)
-        self._hosts = {t: _host(cluster.spec.address(t)) for t in self._tasks}
+        hosts = cluster.spec.hosts
+        self._hosts = {task: hosts[task] for task in self._tasks}
 
     def model(self) -> CostModel:
         try:
@@ -193,8 +194,3 @@ def _crowding(
         for task in together
     )
     return max(1.0, statistics.mean(ratios))
-
-
-def _host(address: str) -> str:
-    host = address.rpartition(":")[0]
-    return "127.0.0.1" if host in {"localhost", "[::1]"} else host

@@ -36,6 +36,7 @@ def open_gate(
     run: str = "",
     term: int = 0,
     group: pb.CollectiveGroup | None = None,
+    host_sums: pb.HostSums | None = None,
 ) -> pb.OpenGate:
     """Opens a gate on tasks, in place of an earlier one of that name.
 
@@ -49,6 +50,7 @@ def open_gate(
       run: which run it is part of, and under which term of masters.
       term: likewise.
       group: what children of the workers' servers sum; None: nothing.
+      host_sums: what is summed on each host before it leaves that; None: nothing.
 
     Returns:
       The order, for a task that is started again.
@@ -63,6 +65,7 @@ def open_gate(
         run=run,
         term=term,
         group=group,
+        host_sums=host_sums,
     )
     request = frame(open_gate=order)
     cluster.call("Master.OpenGate", request, timeout_s=SILENCE_S + CONTROL_S)

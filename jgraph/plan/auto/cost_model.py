@@ -5,13 +5,14 @@ import math
 import os
 import pathlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
 from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.auto.work import Work
+from jgraph.plan.placement.collectors import collectors
 from jgraph.view import markup
 
 _FORMAT = 1
@@ -112,7 +113,11 @@ class CostModel:
         return Link(0.0, math.inf) if src == dst else self.links[src, dst]
 
     def exchange_s(
-        self, nbytes: float, holders: Sequence[TaskName], workers: Sequence[TaskName]
+        self,
+        nbytes: float,
+        holders: Sequence[TaskName],
+        workers: Sequence[TaskName],
+        least_on_host: float = math.inf,
     ) -> float:
         """Returns how long the busiest link of a synchronous step is busy, in seconds.
 
@@ -125,6 +130,8 @@ class CostModel:
           nbytes: of the parameters, which are cut evenly over the holders.
           holders: sum gradients, and have the parameters.
           workers: one that is a holder sends itself nothing.
+          least_on_host: so many workers of a host sum on it what leaves it, where some
+            of them are holders; see ``jgraph.plan.placement.collectors``.
 
         Source: Jiang et al., "A Unified Architecture for Accelerating Distributed DNN
         Training in Heterogeneous GPU/CPU Clusters", 2020 (BytePS); Kim et al.,
@@ -138,19 +145,31 @@ class CostModel:
           >>> [model.exchange_s(1e9, holders, workers) for holders in ([ps], workers)]
           [4.0, 1.0]
         """
-        busy = defaultdict[tuple[str, str], float](float)
         part = nbytes / len(holders)
-        pairs = [(h, w) for h in holders for w in workers if h != w]
+        hosts = {task: speed.host for task, speed in self.tasks.items()}
+        found = collectors(holders, workers, hosts, least_on_host)
+        gradients: list[tuple[TaskName, TaskName]] = []
+        for holder in holders:
+            at = {w: found.get((hosts[w], holder), holder) for w in workers}
+            gradients += at.items()
+            gradients += [(first, holder) for first in {*at.values()}]
+        parameters = [(holder, worker) for holder in holders for worker in workers]
+        return self._busiest_s(part, gradients) + self._busiest_s(part, parameters)
+
+    def _busiest_s(
+        self, nbytes: float, pairs: Iterable[tuple[TaskName, TaskName]]
+    ) -> float:
+        """Returns how long the busiest link is busy if each pair exchanges so much."""
+        busy = defaultdict[tuple[str, str], float](float)
         for src, dst in pairs:
-            seconds = part / self.link(src, dst).bytes_per_s
+            seconds = nbytes / self.link(src, dst).bytes_per_s
             one, other = self.tasks[src].host, self.tasks[dst].host
             if one == other:
                 busy["memory", one] += seconds
             else:
                 busy["out", one] += seconds
                 busy["in", other] += seconds
-        # Gradients come first, and then parameters go the other way.
-        return 2 * max(busy.values(), default=0.0)
+        return max(busy.values(), default=0.0)
 
     def check(self, tasks: Sequence[TaskName]) -> None:
         """Refuses tasks that it does not know, or a link that it lacks.

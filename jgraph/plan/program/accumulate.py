@@ -45,17 +45,23 @@ SLOT = "slot/"
 _CHUNK = 1 << 16  # values at a time, so that sums stay in the cache
 
 
-def mean(values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+def mean(values: Sequence[np.ndarray[Any, Any]], over: int = 0) -> np.ndarray[Any, Any]:
     """Returns the mean of arrays of one type, summed in their order.
 
     The same arrays in the same order give the same bits. Half types are summed as
     float32. Of integers and booleans, which count or choose, the first is taken.
+
+    Args:
+      values: the arrays.
+      over: of how many values it is the mean, as some are sums; 0: as there are arrays.
 
     Example:
       >>> mean([np.float32([1, 2]), np.float32([3, 6])]).tolist()
       [2.0, 4.0]
       >>> mean([np.uint32([7]), np.uint32([9])]).tolist()
       [7]
+      >>> mean([np.float32([1]), np.float32([5])], over=3).tolist()  # 5 = 2 + 3
+      [2.0]
     """
     first = np.asarray(values[0])
     if first.dtype.kind in "biu":
@@ -68,7 +74,8 @@ def mean(values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
         total = rows[0][piece].astype(np.float32 if half else first.dtype)
         for row in rows[1:]:
             total += row[piece]
-        np.divide(total, len(values), out=total)
+        if over != 1:
+            np.divide(total, over or len(values), out=total)
         result[piece] = total
     return result.reshape(first.shape)
 

@@ -878,6 +878,7 @@ class GateEvent(_message.Message):
     LET_IN_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    HOST_SUM_FIELD_NUMBER: _builtins.int
     OPENING_FIELD_NUMBER: _builtins.int
     gate: _builtins.str
     opening: _builtins.str
@@ -910,6 +911,10 @@ class GateEvent(_message.Message):
     def group(self) -> Global___GroupNews:
         """between members of a group, see CollectiveGroup"""
 
+    @_builtins.property
+    def host_sum(self) -> Global___HostSum:
+        """collector -> owner, see HostSums"""
+
     def __init__(
         self,
         *,
@@ -921,13 +926,14 @@ class GateEvent(_message.Message):
         let_in: Global___StepId | None = ...,
         ended: Global___StepId | None = ...,
         group: Global___GroupNews | None = ...,
+        host_sum: Global___HostSum | None = ...,
         opening: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "contributed", b"contributed", "decided", b"decided", "ended", b"ended", "group", b"group", "kind", b"kind", "let_in", b"let_in", "voided", b"voided"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "contributed", b"contributed", "decided", b"decided", "ended", b"ended", "group", b"group", "host_sum", b"host_sum", "kind", b"kind", "let_in", b"let_in", "voided", b"voided"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "contributed", b"contributed", "decided", b"decided", "ended", b"ended", "gate", b"gate", "group", b"group", "kind", b"kind", "let_in", b"let_in", "opening", b"opening", "voided", b"voided"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "contributed", b"contributed", "decided", b"decided", "ended", b"ended", "gate", b"gate", "group", b"group", "host_sum", b"host_sum", "kind", b"kind", "let_in", b"let_in", "opening", b"opening", "voided", b"voided"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["contributed", "decided", "voided", "closed", "let_in", "ended", "group"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["contributed", "decided", "voided", "closed", "let_in", "ended", "group", "host_sum"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -974,6 +980,37 @@ class GroupNews(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupNews: _TypeAlias = GroupNews  # noqa: Y015
+
+@_typing.final
+class HostSum(_message.Message):
+    """The sum of what these steps contributed to `version`; tensors are those of the variables
+    of a part, in their order.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    part: _builtins.str
+    """the task that owned it first"""
+    @_builtins.property
+    def steps(self) -> Global___Steps: ...
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        steps: Global___Steps | None = ...,
+        part: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["steps", b"steps"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "steps", b"steps", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostSum: _TypeAlias = HostSum  # noqa: Y015
 
 @_typing.final
 class Record(_message.Message):
@@ -2778,6 +2815,7 @@ class SyncOrder(_message.Message):
     ROUNDS_FIELD_NUMBER: _builtins.int
     SECURE_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    HOST_SUMS_FIELD_NUMBER: _builtins.int
     gate: _builtins.str
     version: _builtins.int
     """updates applied so far"""
@@ -2823,6 +2861,10 @@ class SyncOrder(_message.Message):
     def group(self) -> Global___CollectiveGroup:
         """as in OpenGate"""
 
+    @_builtins.property
+    def host_sums(self) -> Global___HostSums:
+        """as in OpenGate"""
+
     def __init__(
         self,
         *,
@@ -2840,10 +2882,11 @@ class SyncOrder(_message.Message):
         rounds: Global___RoundRule | None = ...,
         secure: Global___SecureOrder | None = ...,
         group: Global___CollectiveGroup | None = ...,
+        host_sums: Global___HostSums | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "group", b"group", "rounds", b"rounds", "secure", b"secure"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "group", b"group", "host_sums", b"host_sums", "rounds", b"rounds", "secure", b"secure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "data_position", b"data_position", "entropy", b"entropy", "gate", b"gate", "group", b"group", "halt_every", b"halt_every", "halt_s", b"halt_s", "handles", b"handles", "rounds", b"rounds", "secure", b"secure", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "data_position", b"data_position", "entropy", b"entropy", "gate", b"gate", "group", b"group", "halt_every", b"halt_every", "halt_s", b"halt_s", "handles", b"handles", "host_sums", b"host_sums", "rounds", b"rounds", "secure", b"secure", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2876,6 +2919,58 @@ class CollectiveGroup(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CollectiveGroup: _TypeAlias = CollectiveGroup  # noqa: Y015
+
+@_typing.final
+class HostSums(_message.Message):
+    """Gradients that are summed on each host before they leave it. A task that is given
+    values of another one's variables sends that their sum, once an update is decided.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ByEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupPart]:
+        """of each owner"""
+
+    @_builtins.property
+    def by(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """who has the part of an owner that is away"""
+
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[Global___GroupPart] | None = ...,
+        by: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostSums: _TypeAlias = HostSums  # noqa: Y015
 
 @_typing.final
 class GroupPart(_message.Message):
@@ -3080,6 +3175,7 @@ class OpenGate(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    HOST_SUMS_FIELD_NUMBER: _builtins.int
     gate: _builtins.str
     synchronous: _builtins.bool
     version: _builtins.int
@@ -3097,6 +3193,10 @@ class OpenGate(_message.Message):
     def group(self) -> Global___CollectiveGroup:
         """unset: what is contributed comes as messages"""
 
+    @_builtins.property
+    def host_sums(self) -> Global___HostSums:
+        """unset: all of it comes to who averages it"""
+
     def __init__(
         self,
         *,
@@ -3109,10 +3209,11 @@ class OpenGate(_message.Message):
         run: _builtins.str = ...,
         term: _builtins.int = ...,
         group: Global___CollectiveGroup | None = ...,
+        host_sums: Global___HostSums | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "group", b"group", "max_staleness", b"max_staleness"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "group", b"group", "host_sums", b"host_sums", "max_staleness", b"max_staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "gate", b"gate", "group", b"group", "max_staleness", b"max_staleness", "opening", b"opening", "run", b"run", "shards", b"shards", "synchronous", b"synchronous", "term", b"term", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "gate", b"gate", "group", b"group", "host_sums", b"host_sums", "max_staleness", b"max_staleness", "opening", b"opening", "run", b"run", "shards", b"shards", "synchronous", b"synchronous", "term", b"term", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
     _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015

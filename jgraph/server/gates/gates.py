@@ -27,6 +27,7 @@ from jgraph.server.gates.waits import Waits
 
 if TYPE_CHECKING:
     from jgraph.server.gates.group_sums import GroupSums
+    from jgraph.server.gates.host_sums import HostSums, Submit
 
 OnContributed: TypeAlias = Callable[[Contributed], None]
 _OLDEST: Final = 64
@@ -51,6 +52,7 @@ class Gates:
       call_later: waits; by default the event loop does.
       clock: tells how long steps wait at the gates.
       groups: of the task; None: it is in none.
+      submit: runs work in a thread; None: here, at once.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class Gates:
         call_later: CallLater | None = None,
         clock: Clock | None = None,
         groups: GroupHost | None = None,
+        submit: "Submit | None" = None,
     ) -> None:
         self._groups = groups
+        self._submit = submit or (lambda work, done, cost: done(work()))
         self._clock = clock or SystemClock()
         self._task = task
         self._transport = transport
@@ -98,7 +102,8 @@ class Gates:
         if order.synchronous:
             tell = partial(self._contributed, name)
             self._opened[name] = SyncGateShell(
-                order.version, tell, self._call_later, Waits(self._clock), sums
+                *(order.version, tell, self._call_later, Waits(self._clock), sums),
+                self._host_sums(order),
             )
             if sums is not None:
                 sums.begin()
@@ -137,6 +142,22 @@ class Gates:
         return GroupSums(
             *(self._groups, order.group, name, order.version),
             *(post, give, self._call_later),
+        )
+
+    def _host_sums(self, order: pb.OpenGate) -> "HostSums | None":
+        """Returns the part of this task in the sums of hosts; None: there are none."""
+        if not order.HasField("host_sums"):
+            return None
+        from jgraph.server.gates.host_sums import HostSums
+
+        name = order.gate
+
+        def post(dst: TaskName, news: pb.HostSum, tensors: Sequence[Tensor]) -> None:
+            self._post(dst, pb.GateEvent(gate=name, host_sum=news), tensors)
+
+        return HostSums(
+            *(order.host_sums, self._task, name, order.version),
+            *(post, self._submit, self._call_later),
         )
 
     def drop_all(self) -> None:
@@ -206,6 +227,8 @@ class Gates:
                 if isinstance(gate, StaleGate):
                     gate.replica_lost(handle)
         for name, gate in list(self._opened.items()):
+            if isinstance(gate, SyncGateShell) and gate.host_sums is not None:
+                gate.host_sums.link_lost(peer)
             if not isinstance(gate, SyncGateShell) or self._shards[name][0] != peer:
                 continue
             if not gate.is_closed:
@@ -230,6 +253,11 @@ class Gates:
             gate = self._opened.get(event.gate)
             if isinstance(gate, SyncGateShell) and gate.sums is not None:
                 gate.sums.received(src, event.group, tensors)
+            return
+        if event.HasField("host_sum"):
+            gate = self._opened.get(event.gate)
+            if isinstance(gate, SyncGateShell) and gate.host_sums is not None:
+                gate.host_sums.received(src, event.host_sum, tensors)
             return
         self._take(src, event)
 

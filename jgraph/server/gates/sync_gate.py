@@ -1,6 +1,6 @@
 """Gate of one ps in synchronous training, around ``coordination.sync.sync_gate``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, final
 
@@ -28,13 +28,14 @@ from jgraph.coordination.sync.sync_gate import (
     Voided,
 )
 from jgraph.errors import InternalError, JGError
-from jgraph.runtime.gate import Contribution
+from jgraph.runtime.gate import Chosen, Contribution
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.server.gates.timers import CallLater, Timer
 from jgraph.server.gates.waits import Waits
 
 if TYPE_CHECKING:
     from jgraph.server.gates.group_sums import GroupSums
+    from jgraph.server.gates.host_sums import HostSums
 
 
 @final
@@ -48,6 +49,8 @@ class SyncGateShell:
       waits: where waiting steps are counted.
       sums: sums what is contributed, together with other tasks; None: each is averaged
         here.
+      host_sums: sums what leaves this host, and has the sums of others; None: there
+        are none.
     """
 
     def __init__(
@@ -57,9 +60,11 @@ class SyncGateShell:
         call_later: CallLater,
         waits: Waits | None = None,
         sums: "GroupSums | None" = None,
+        host_sums: "HostSums | None" = None,
     ) -> None:
         self.waits = waits or Waits(SystemClock())
         self.sums = sums
+        self.host_sums = host_sums
         together = 0 if sums is None else sums.contributions
         self._machine = SyncGate(version, together=together)
         self._tell = tell
@@ -69,6 +74,8 @@ class SyncGateShell:
             StepKey, tuple[Callable[[], None], Callable[[JGError], None]]
         ] = {}
         self._new: Contribution = {}
+        self._new_slot = 0
+        self._refuse_update: Callable[[JGError], None] | None = None
         self._contributions: dict[StepKey, Contribution] = {}
         self._chosen: tuple[Contribution, ...] = ()
         self._settled: list[Callable[[], None]] = []
@@ -88,16 +95,33 @@ class SyncGateShell:
 
     def contribute(self, step: StepKey, slot: int, values: Contribution) -> None:
         """See ``Gate``."""
-        self._new = values
+        self._new, self._new_slot = values, slot
         self._handle(ContributionCame(step, slot))
         self._new = {}
 
-    def chosen(self) -> Sequence[Contribution]:
-        """See ``Gate``."""
+    def ask_update(
+        self, let_in: Callable[[], None], refuse: Callable[[JGError], None]
+    ) -> None:
+        """See ``Aggregator``."""
+        if self.host_sums is None:
+            let_in()
+            return
+        self._refuse_update = refuse
+
+        def start() -> None:
+            self._refuse_update = None
+            let_in()
+
+        self.host_sums.when_here(start)
+
+    def chosen(self) -> Chosen:
+        """See ``Aggregator``."""
         chosen, self._chosen = self._chosen, ()
         if not chosen:
             raise InternalError("an update was started that nothing was chosen for")
-        return chosen
+        if self.host_sums is not None:
+            return self.host_sums.chosen(chosen)
+        return Chosen(chosen)
 
     def ended(self, step: StepKey, *, done: bool) -> None:
         """See ``Gate``."""
@@ -142,6 +166,9 @@ class SyncGateShell:
         """The arbiter decides nothing more."""
         self.is_closed = True
         self._end_sums()
+        if self._refuse_update is not None:
+            refuse, self._refuse_update = self._refuse_update, None
+            refuse(error)
         self.settle()
         self._handle(Closed(error))
         self._contributions.clear()
@@ -153,8 +180,9 @@ class SyncGateShell:
         self._end_sums()
 
     def _end_sums(self) -> None:
-        if self.sums is not None:
-            self.sums.close()
+        for sums in (self.sums, self.host_sums):
+            if sums is not None:
+                sums.close()
 
     def _end_timer(self) -> None:
         if self._timer is not None:
@@ -189,9 +217,13 @@ class SyncGateShell:
                 values = self._new
                 if self.sums is not None:
                     values = self.sums.keep(self._machine.version, values)
+                if self.host_sums is not None:
+                    values = self.host_sums.keep(step, self._new_slot, values)
                 self._contributions[step] = values
             case Drop(step):
                 self._contributions.pop(step, None)
+                if self.host_sums is not None:
+                    self.host_sums.drop(step)
             case Sum(version):
                 assert self.sums is not None  # so they are summed together
                 self.sums.all_contributed(version)
@@ -201,3 +233,5 @@ class SyncGateShell:
                 if self.sums is not None:
                     self.sums.decided()
                     self._chosen = (self.sums.joined(self._chosen),)
+                if self.host_sums is not None:
+                    self.host_sums.decided(steps)

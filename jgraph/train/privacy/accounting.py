@@ -9,7 +9,7 @@ Loss Distributions", 2022 (what the accountant does).
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, final
 
@@ -94,25 +94,48 @@ def affordable(
     def after(updates: int) -> float:
         return epsilon_of([*expenses, replace(kind, updates=updates)], delta)
 
-    low, high = (0, after(0)), (kind.updates, after(kind.updates))
-    if high[1] <= target_epsilon:
-        return high[0]
-    if low[1] > target_epsilon:
+    def bound(updates: int) -> float:
+        return _bound([*expenses, replace(kind, updates=updates)], delta)
+
+    most = kind.updates
+    if after(0) > target_epsilon:
         return 0
-    halves = False
-    while high[0] - low[0] > 1:
-        # Epsilon grows about as the root of the number; each second time is half way.
-        share = 0.5
-        if not halves and math.isfinite(high[1]):
-            share = ((target_epsilon - low[1]) / (high[1] - low[1])) ** 2
-        guess = low[0] + round(share * (high[0] - low[0]))
-        guess = min(max(guess, low[0] + 1), high[0] - 1)
-        epsilon, halves = after(guess), not halves
+    if after(most) <= target_epsilon:
+        return most
+    low, high, ratio, stride = 0, most, 1.0, 1
+    while high - low > 1:
+        # Epsilon is a share of its bound that hardly changes, and the bound costs next
+        # to nothing; where the guess is one of before, a step from there, and a longer
+        # one each time.
+        guess = _last(bound, target_epsilon / ratio, low, high)
+        if guess <= low:
+            guess, stride = min(low + stride, (low + high + 1) // 2), 4 * stride
+        elif guess >= high - 1 and high < most:
+            guess, stride = max(high - stride, (low + high) // 2), 4 * stride
+        guess = min(max(guess, low + 1), high - 1)
+        epsilon = after(guess)
+        if epsilon > 0 and 0 < (limit := bound(guess)) < math.inf:
+            ratio = epsilon / limit
         if epsilon <= target_epsilon:
-            low = guess, epsilon
+            low = guess
         else:
-            high = guess, epsilon
-    return low[0]
+            high = guess
+    return low
+
+
+def _last(value: Callable[[int], float], most: float, low: int, high: int) -> int:
+    """Returns the last number with no more than so large a value, which grows with it.
+
+    Args:
+      value: of a number.
+      most: the largest that may be.
+      low: the number if there is none.
+      high: numbers are smaller than this one.
+    """
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if value(middle) <= most else (low, middle)
+    return low
 
 
 @final

@@ -16,7 +16,7 @@ def plan_on(
     driver: TaskName,
     own: str | None = None,
     ps: Sequence[TaskName] = (),
-    at_driver: Sequence[VariableKey] = (),
+    elsewhere: Mapping[VariableKey, TaskName] | None = None,
 ) -> Plan:
     """Returns what goes where; all that is not placed goes to the driver.
 
@@ -27,7 +27,7 @@ def plan_on(
       own: how the names begin of variables that are the driver's, whatever their
         device says; None: no name does.
       ps: that there are, though they need not be there yet.
-      at_driver: variables, or shards, that are the driver's likewise.
+      elsewhere: tasks of variables, or shards, whose devices say something else.
     """
     tasks = cluster.tasks()
     tasks += [task for task in ps if task not in tasks]
@@ -44,7 +44,7 @@ def plan_on(
                 for v in graph.variables
                 if own is not None and v.name.startswith(own)
             },
-            **dict.fromkeys(at_driver, driver),
+            **(elsewhere or {}),
         },
     )
 

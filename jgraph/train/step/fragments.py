@@ -66,6 +66,31 @@ def fragment_rows(
     return tuple(bounds)
 
 
+def due_in(number: Any, count: int) -> Any:
+    """Returns which fragment an update is of.
+
+    Args:
+      number: of the update, from 0; an int, or int32 in a graph.
+      count: how many fragments there are.
+    """
+    return number % count
+
+
+def newest_before(number: Any, count: int) -> Any:
+    """Returns which fragment the update before one was of; see ``due_in``."""
+    return (number + count - 1) % count
+
+
+def has_missed(expected: Any, number: Any) -> Any:
+    """Returns whether a worker has not read all updates before one, and reads all now.
+
+    Args:
+      expected: the update that it contributes to next; 0: it has nothing yet.
+      number: of the update that is due.
+    """
+    return (expected == 0) | (expected != number)
+
+
 @final
 class Fragments:
     """The fragments of a model, and what each worker has for them.
@@ -170,9 +195,8 @@ class Fragments:
         number = tree["global_step"][...]
         state = jax.tree.map(lambda v: v[...], tree["state"])
         with device("/job:worker"):
-            due = self._next[...]
-            joins = (due == 0) | (due != number)
-            newest = (number + self.count - 1) % self.count
+            joins = has_missed(self._next[...], number)
+            newest = newest_before(number, self.count)
             asked = self._rows(variables, newest, joins)
         read = [
             variable[...] if rows is None else variable[rows[0].unique]
@@ -206,7 +230,7 @@ class Fragments:
             for variable, value in zip(self.variables[:-1], values, strict=True):
                 variable[...] = value
             self._next[...] = number + 1
-            due_now = self._rows(variables, number % self.count)
+            due_now = self._rows(variables, due_in(number, self.count))
             way = [
                 a - b if rows is None else _taken(a, rows[1]) - _taken(b, rows[1])
                 for a, b, rows in zip(base, new, due_now, strict=True)

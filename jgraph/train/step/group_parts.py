@@ -32,10 +32,9 @@ class GroupParts:
 
     parts: dict[TaskName, list[VariableSpec]]
 
-    @property
-    def keys(self) -> list[VariableKey]:
-        """All variables."""
-        return [spec.key for part in self.parts.values() for spec in part]
+    def homes(self, worker: TaskName) -> dict[VariableKey, TaskName]:
+        """Returns where a worker sends each variable: it stays there."""
+        return {spec.key: worker for part in self.parts.values() for spec in part}
 
     @property
     def note(self) -> str:

@@ -150,7 +150,9 @@ class SyncPS:
         ``"workers"``: each large one is cut evenly over the workers, which sum the
         gradients of their part, update it, and send it to the others; tables of which
         rows travel stay on the ps, and without tables no ps is needed. What is
-        computed is the same. A worker that is lost is then lost as a ps is. Or
+        computed is the same, but for rounding where several hosts have several workers:
+        their gradients are summed on each host before they leave it. A worker that is
+        lost is then lost as a ps is. Or
         ``"xla"``: as ``"workers"``, and gradients in float32 are summed by XLA's own
         collectives (NCCL on GPUs, gloo on CPUs), in a child process of each worker's
         server. Or ``"auto"``: on ps or workers, where the busiest link is busy for

@@ -20,6 +20,7 @@ from jgraph.train.data.data import Dataset, naming_data
 from jgraph.train.model.adapters import Adapter
 from jgraph.train.model.trees import path_of
 from jgraph.train.step.arrange import Owners
+from jgraph.train.step.host_parts import least_on_host
 from jgraph.train.strategies.options import SyncPS
 from jgraph.train.tables.row_step import Sparse
 from jgraph.train.tables.row_tables import find_row_tables
@@ -66,9 +67,9 @@ def choose_owners(
         return owners, "dense='auto': on the workers, as there is no ps"
     model = strategy.cost_model or measured(cluster)
     model.check(cluster.tasks())
-    by_ps, by_workers = (
-        model.exchange_s(nbytes, holders, workers) for holders in (ps, workers)
-    )
+    by_ps = model.exchange_s(nbytes, ps, workers)
+    least = least_on_host(strategy.gradient_dtype)
+    by_workers = model.exchange_s(nbytes, workers, workers, least)
     there, other = ("workers", "ps") if by_workers <= by_ps else ("ps", "workers")
     why = (
         f"dense='auto': {bytes_text(nbytes)} on {there}, as the busiest link is busy "

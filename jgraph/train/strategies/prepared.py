@@ -37,6 +37,7 @@ class Prepared:
       entropy: shape of the random bits that an update is fed; empty: none.
       words: of what is contributed to secure sums; 0: the ps see each.
       group: what children of the workers' servers sum; None: nothing.
+      host_sums: what is summed on each host before it leaves that; None: nothing.
       handles: of the registered programs: one per replica, then that of ``on_ps``.
       workers: by handle, also of programs of workers that were lost.
     """
@@ -51,6 +52,7 @@ class Prepared:
     entropy: Sequence[int] = ()
     words: int = 0
     group: pb.CollectiveGroup | None = None
+    host_sums: pb.HostSums | None = None
     handles: list[str] = field(default_factory=list)
     workers: dict[str, TaskName] = field(default_factory=dict)
 

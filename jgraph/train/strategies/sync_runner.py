@@ -36,6 +36,7 @@ from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position, Staleness
 from jgraph.train.step.batch_pieces import BatchPieces
 from jgraph.train.step.group_parts import GroupParts, group_parts
+from jgraph.train.step.host_parts import HostParts, host_parts
 from jgraph.train.step.sync_step import SyncStep
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.strategies.batch_share import check_data, check_rows, cut_for
@@ -219,16 +220,22 @@ class SyncRunner:
         reads = {v.name for p in apply_program.partitions for v in p.variables}
         reads = {name for name in reads if name.startswith(MEAN)}
         graph = sync.gradient_graph(reads)
-        notes = step.arrangement.notes(step.variables)
-        parts = None
-        if self._strategy.dense == "xla":
-            parts = group_parts(sync.dense_means(reads), self._workers.tasks)
-            notes = [*notes, parts.note]
-        graph = replace(graph, notes=(*graph.notes, *notes))
+        notes = [*step.arrangement.notes(step.variables)]
         # A worker that holds variables has a part of its own in the step of each.
         owns = bool(step.owners)
+        parts: GroupParts | None = None
+        on_hosts: HostParts | None = None
+        if self._strategy.dense == "xla":
+            parts = group_parts(sync.dense_means(reads), self._workers.tasks)
+        elif owns:
+            on_hosts = host_parts(
+                *(sync.dense_means(reads), self._workers.tasks),
+                *(self._cluster.spec.hosts, self._strategy.gradient_dtype),
+            )
+        notes += [summed.note for summed in (parts, on_hosts) if summed]
+        graph = replace(graph, notes=(*graph.notes, *notes))
         plans = [
-            self._plan_for(worker, graph, ps, parts)
+            self._plan_for(worker, graph, ps, parts or on_hosts)
             for worker in (self._workers.tasks if owns else self._workers.tasks[:1])
         ]
         plan = plans[0]
@@ -243,6 +250,7 @@ class SyncRunner:
             entropy=entropy,
             words=sync.words,
             group=parts and parts.order(self._strategy.step_timeout_s),
+            host_sums=on_hosts and on_hosts.order(),
         )
 
     def _plan_for(
@@ -250,11 +258,11 @@ class SyncRunner:
         worker: TaskName,
         graph: Graph,
         ps: Sequence[TaskName],
-        parts: GroupParts | None,
+        parts: GroupParts | HostParts | None,
     ) -> Plan:
         """Returns the plan of one worker's contribution."""
-        stays = () if parts is None else parts.keys
-        plan = plan_on(self._cluster, graph, worker, own_prefix(0), ps, stays)
+        homes = None if parts is None else parts.homes(worker)
+        plan = plan_on(self._cluster, graph, worker, own_prefix(0), ps, homes)
         program = contributing(plan.program, self._step.container)
         return replace(plan, program=program)
 
@@ -282,6 +290,7 @@ class SyncRunner:
             run=run,
             term=1,
             group=prepared.group,
+            host_sums=prepared.host_sums,
         )
         limit = self._strategy.step_timeout_s
         # The ps see better who is missing, and say so first. A step goes on without one
@@ -318,6 +327,7 @@ class SyncRunner:
             rule=self._rule,
             sums=sums,
             group=prepared.group,
+            host_sums=prepared.host_sums,
         )
         arbiter = LoopRequest(
             task=shards[0],

@@ -124,7 +124,7 @@ def test_a_ps_tells_who_decides_of_all_contributions_in_one_frame() -> None:
             gate.ask(step, lambda: None, lambda _: None)
             gate.contribute(step, slot, {})
         gate.decided(tuple(steps))
-        assert len(gate.chosen()) == len(steps)
+        assert len(gate.chosen().contributions) == len(steps)
         gate.applied()
         return [len(event.contributed.slots) for event in posted]
 

@@ -81,16 +81,8 @@ class Leader:
         self.master = master
         self.life = world.life
         self.replicas = order.replicas
-        self.data = SyncData(world.plan, order.replicas, order.position, rounds=ROUNDS)
         self.version = order.version
-        self.machine = Arbiter(
-            world.shards,
-            order.replicas,
-            self.data,
-            wanted=world.wanted,
-            version=order.version,
-            steps=order.steps,
-        )
+        self.data, self.machine = self.machines(order)
         self.done: Counter[int] = Counter()
         self.events: deque[aggregation.Event] = deque()
         self.handling = False
@@ -103,6 +95,20 @@ class Leader:
         self.asking = False
         world.leads(self)
         self.supervise()
+
+    def machines(self, order: Order) -> tuple[SyncData, Arbiter]:
+        """Returns what it decides with, and the ledger of what it deals."""
+        world = self.world
+        data = SyncData(world.plan, order.replicas, order.position, rounds=ROUNDS)
+        arbiter = Arbiter(
+            world.shards,
+            order.replicas,
+            data,
+            wanted=world.wanted,
+            version=order.version,
+            steps=order.steps,
+        )
+        return data, arbiter
 
     # ------------------------------------------------------------ what happens
 
@@ -127,10 +133,12 @@ class Leader:
     def stop(self, *, pause: bool = False) -> None:
         self.take(aggregation.StopAsked(pause))
 
-    def deal(self, loop: str, batches: int, *, idle: bool) -> tuple[Lease, ...] | None:
+    def asked(
+        self, src: TaskName, loop: str, number: int, asked: aggregation.DataAsked
+    ) -> None:
         """Answers a replica that asks for batches."""
-        self.take(aggregation.DataAsked(loop, batches, idle))
-        return self.answer
+        self.take(asked)
+        self.send(src, ("deal", loop, number, self.answer))
 
     def account(self, master: TaskName) -> None:
         """Tells another master what was done, when no more will be."""

@@ -1,13 +1,14 @@
 """Simulated ps of synchronous training, and their gates."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
 from jgraph.coordination.run.succession import MasterTerms
-from jgraph.coordination.sync import sync_gate
-from jgraph.coordination.sync.aggregation import Step
+from jgraph.coordination.sync import host_sums, sync_gate
+from jgraph.coordination.sync.aggregation import DataAsked, Step
+from jgraph.coordination.sync.host_sums import HostSums
 from jgraph.coordination.sync.sync_gate import SyncGate
 from jgraph.errors import (
     CopyLostError,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tests.support.simulation.sync_world import SyncWorld
 
 _APPLY_S: Final = 0.01
+_AGAIN_S: Final = 0.2
 _CUTS: Final = 0.02
 """How often a log begins anew when something was written."""
 _IDS: Final = 10**6
@@ -49,6 +51,10 @@ def of_loop(step: Step) -> tuple[str, int]:
     """Returns the loop of a step, and the step's number in it."""
     number, within = divmod(step[1], _IDS)
     return loop_name(step[0], number), within
+
+
+Contributed: TypeAlias = tuple[Step, int, tuple[int, ...]]
+"""A step, its batch, and the versions that it read."""
 
 
 class GatedShard:
@@ -94,9 +100,15 @@ class GatedShard:
         self.settle()
         self.opening = number
         self.gate = SyncGate(version)
+        self.sums = HostSums(version, own=[self.task])
+        self.came_sums: dict[tuple[int, TaskName], tuple[Contributed, ...]] = {}
+        self.parts: dict[tuple[Step, TaskName], Contributed] = {}
+        self.chosen: tuple[Step, ...] = ()
+        self.own: list[Contributed] = []
+        self.newest: dict[TaskName, Message] = {}
         self.readers: dict[Step, TaskName] = {}
-        self.came: tuple[int, tuple[int, ...]] = (0, ())
-        self.kept: dict[Step, tuple[int, tuple[int, ...]]] = {}
+        self.came: tuple[TaskName, int, tuple[int, ...]] = (self.task, 0, ())
+        self.kept: set[Step] = set()
         self.unheard: list[tuple[Any, ...]] = []
 
     # ------------------------------------------------------------ orders
@@ -134,7 +146,8 @@ class GatedShard:
     def lead(self, master: TaskName, name: str) -> None:
         """Begins to decide."""
         unheard, self.unheard = self.unheard, []
-        leader = self.leaders[name] = Leader(self.world, self, name, master)
+        leader = self.world.leads_with(self.world, self, name, master)
+        self.leaders[name] = leader
         for told in unheard:
             leader.contributed(*told)
 
@@ -164,7 +177,9 @@ class GatedShard:
                 self.readers[step] = src
                 self.take(sync_gate.StepAsked(step))
             case "push":
-                self.contribute(src, step_of(loop, rest[0]), rest[1], rest[2])
+                step = step_of(loop, rest[0])
+                self.given(step, *rest[3:])
+                self.contribute(src, step, rest[1], rest[2])
             case "record" | "kept" | "unkept":
                 self.of_copy(src, kind, rest[0])
             case "gone" if loop in self.leaders:
@@ -194,7 +209,12 @@ class GatedShard:
             case "contributed":
                 self.hear(src, *rest)
             case "decided":
-                self.take(sync_gate.Decided(rest[0]))
+                self.decided(*rest)
+            case "host_sum":
+                version, given = rest
+                self.came_sums[version, src] = given
+                steps = tuple(step for step, _, _ in given)
+                self.sum(host_sums.SumCame(self.task, src, version, steps))
             case "voided":
                 self.take(sync_gate.Voided(rest[0]))
                 self.settle()
@@ -204,13 +224,20 @@ class GatedShard:
                 self.settle()
                 self.take(sync_gate.Closed(RunOverError("the run is over")))
 
+    def decided(self, steps: tuple[Step, ...]) -> None:
+        """The arbiter chose these contributions."""
+        self.take(sync_gate.Decided(steps))
+
     def ask(self, src: TaskName, loop: str, rest: list[Any]) -> None:
         """Answers a replica that asks for batches."""
-        _, batches, idle, number = rest
+        done, batches, idle, number = rest
         handle, _, leading = loop.partition("/")
         leader = self.leaders.get(self.world.leading(int(leading)))
-        dealt = () if leader is None else leader.deal(handle, batches, idle=idle)
-        self.send(src, ("deal", loop, number, dealt))
+        if leader is None:
+            self.send(src, ("deal", loop, number, ()))
+        else:
+            asked = DataAsked(handle, batches, idle, done=done)
+            leader.asked(src, loop, number, asked)
 
     def hear(
         self,
@@ -226,10 +253,17 @@ class GatedShard:
         else:
             leader.contributed(src, steps, version, slots)
 
+    def read(self) -> Message:
+        """Returns what a step reads here, beside the version."""
+        return ()
+
+    def given(self, step: Step, *more: Any) -> None:
+        """Takes what else a step contributes."""
+
     def contribute(
         self, src: TaskName, step: Step, batch: int, versions: tuple[int, ...]
     ) -> None:
-        self.came = batch, versions
+        self.came = src, batch, versions
         self.take(sync_gate.ContributionCame(step, batch))
         self.take(sync_gate.StepEnded(step))
         loop, number = of_loop(step)
@@ -246,34 +280,77 @@ class GatedShard:
                     for step in steps:
                         loop, number = of_loop(step)
                         value = ("value", loop, self.life, number, self.gate.version)
-                        self.send(self.readers.pop(step), value)
+                        self.send(self.readers.pop(step), (*value, *self.read()))
                 case sync_gate.Refuse(step, error):
                     loop, number = of_loop(step)
                     lost = str(error.details.get("task", ""))
                     refused = ("refused", loop, self.life, number, lost)
                     self.send(self.readers.pop(step), refused)
                 case sync_gate.Keep(step):
-                    self.kept[step] = self.came
+                    self.keep_part(step)
                 case sync_gate.Drop(step):
-                    self.kept.pop(step, None)
+                    self.kept.discard(step)
+                    self.sum(host_sums.ContributionDropped(step))
                 case sync_gate.Tell(steps, version, slots):
                     told = self.said("contributed", steps, version, slots)
                     self.tell(self.world.deciding, told)
                 case sync_gate.TellLater(after_s):
                     self.world.sim.later(after_s, partial(self.due, self.gate))
                 case sync_gate.Choose(steps):
-                    chosen = [(step, *self.kept[step]) for step in steps]
+                    self.chosen = steps
+                    parts = [self.parts.get((step, self.task)) for step in steps]
+                    self.own = [part for part in parts if part is not None]
+                    self.sum(host_sums.UpdateDecided(steps))
                     self.kept.clear()
+                    self.parts.clear()
+
+    def keep_part(self, step: Step) -> None:
+        """Keeps what a step contributed: the own part, and those for owners away."""
+        src, batch, versions = self.came
+        one: Contributed = (step, batch, versions)
+        self.kept.add(step)
+        tasks = self.world.shards
+        owners = [o for o in tasks if self.world.collector(src, o) == self.task]
+        for owner in owners:
+            self.parts[step, owner] = one
+        others = tuple(owner for owner in owners if owner != self.task)
+        own = (self.task,) if self.task in owners else ()
+        self.sum(host_sums.ContributionKept(step, batch, others, own))
+
+    def sum(self, event: host_sums.Event) -> None:
+        """Tells what sums on hosts are made of, and does as it says."""
+        for instruction in self.sums.handle(event):
+            match instruction:
+                case host_sums.SendSum(owner, version, steps):
+                    given = tuple(self.parts[step, owner] for step in steps)
+                    said = self.said("host_sum", version, given)
                     seconds = self.world.sim.chance.random() * _APPLY_S
-                    apply = partial(self.apply, self.life, chosen)
+                    self.newest[owner] = said
+                    post = partial(self.post_sum, owner, said)
+                    self.world.sim.later(seconds, post)
+                case host_sums.SendAgain(owner) if owner in self.newest:
+                    post = partial(self.post_sum, owner, self.newest[owner])
+                    self.world.sim.later(_AGAIN_S, post)
+                case host_sums.Average(version, found):
+                    sums = [self.came_sums[version, one] for _, one in found]
+                    summed = [*self.own, *(one for sum_ in sums for one in sum_)]
+                    place = {step: number for number, step in enumerate(self.chosen)}
+                    summed.sort(key=lambda one: place.get(one[0], -1))
+                    seconds = self.world.sim.chance.random() * _APPLY_S
+                    apply = partial(self.apply, self.life, summed)
                     self.world.sim.later(seconds, apply)
+
+    def post_sum(self, owner: TaskName, said: Message) -> None:
+        """Sends a sum that a thread made, unless it is of before, as is its gate."""
+        if self.process.alive and self.newest.get(owner) is said:
+            self.tell(owner, said)
 
     def due(self, gate: sync_gate.SyncGate) -> None:
         """Contributions have waited long enough to be told."""
         if gate is self.gate and self.process.alive:
             self.take(sync_gate.TellDue())
 
-    def apply(self, life: int, chosen: list[tuple[Step, int, tuple[int, ...]]]) -> None:
+    def apply(self, life: int, chosen: list[Contributed]) -> None:
         """Applies the mean of these; each was computed from just these variables."""
         if life != self.life or not self.process.alive:
             return
@@ -281,6 +358,7 @@ class GatedShard:
         for step, batch, versions in chosen:
             read = set(versions)
             assert read == {version}, f"{batch} of {step} was read at {read}"
+        self.check_chosen(chosen)
         replicas = [step[0] for step, _, _ in chosen]
         assert len(set(replicas)) == len(replicas), f"twice of one: {replicas}"
         made = tuple(batch for _, batch, _ in chosen)
@@ -290,6 +368,9 @@ class GatedShard:
         else:
             self.recorder.begins(DUE)
             self.run_nodes(life, version, made, sorted(DUE))
+
+    def check_chosen(self, chosen: list[Contributed]) -> None:
+        """Checks what an update is made of."""
 
     def applied(self, life: int, version: int, lost: JGError | None) -> None:
         """An update is applied, and kept a second time."""
@@ -388,6 +469,8 @@ class GatedShard:
     def lost(self, task: TaskName) -> None:
         for leader in self.leaders.values():
             leader.lost(task)
+        if self.life >= 0:
+            self.sum(host_sums.LinkLost(task))
         if self.life == self.world.life and task == self.world.backup_of(self.task):
             self.recorder.fail(CopyLostError(f"{task} was lost", task=task))
         if task == self.world.deciding and self.life == self.world.life:

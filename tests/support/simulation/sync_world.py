@@ -20,6 +20,7 @@ from jgraph.coordination.liveness.master_lease import END_S, LEASE_S
 from jgraph.coordination.run.recovery import GoBack, Recoveries
 from jgraph.coordination.run.same_version import Ask, Differ, meet
 from jgraph.graph.ir import TaskName
+from jgraph.plan.placement.collectors import collectors
 from jgraph.plan.program.replay import Record
 from jgraph.testing.virtual_time import Simulation
 from jgraph.train.state.durability import Durability
@@ -58,12 +59,17 @@ class SyncWorld(FaultyRun[GatedShard]):
       steps: updates of the run.
       delay_s: the longest that a message takes.
       durability: what is kept of each ps; see ``AsyncPS``.
+      hosts: each has as many workers, and as many ps, and contributions are summed on
+        them; 0: they are not.
 
     Attributes:
       pauses: how often a loop that decides did not hear of its master for too long.
       kept_on: how often it went on from what was kept of a lost ps.
       differed: how often there was no version that all ps could have.
     """
+
+    leads_with: Any = Leader
+    shards_with: Any = GatedShard
 
     def __init__(
         self,
@@ -75,8 +81,10 @@ class SyncWorld(FaultyRun[GatedShard]):
         steps: int,
         delay_s: float,
         durability: Durability = "checkpoint",
+        hosts: int = 0,
     ) -> None:
         self.durability = durability
+        self.hosts = hosts
         self.disks: dict[TaskName, list[Record]] = {}
         self.kept_on = self.differed = self.copies_lost = 0
         self.sim = Simulation(seed)
@@ -88,12 +96,15 @@ class SyncWorld(FaultyRun[GatedShard]):
         self.shards: dict[TaskName, GatedShard] = {}
         for i in range(shards):
             name = TaskName(f"/job:ps/task:{i}")
-            self.shards[name] = GatedShard(self, name)
+            self.shards[name] = self.shards_with(self, name)
         self.deciding = next(iter(self.shards))
         self.workers = {
             name: Worker(self, name)
             for name in (TaskName(f"/job:worker/task:{i}") for i in range(workers))
         }
+        roles = (*self.shards, *self.workers)
+        at = {task: self.host(task) for task in roles if hosts}
+        self.collectors = collectors(list(self.shards), list(self.workers), at)
         self.recoveries = Recoveries(0)
         self.life, self.attempts, self.losses, self.restored = -1, 0, 0, 0
         self.number = self.takeovers = 0
@@ -108,6 +119,15 @@ class SyncWorld(FaultyRun[GatedShard]):
         self.checkpoint = Checkpoint(start, [])
         self.begin(self.checkpoint.position, {task: [] for task in self.shards})
         self.keep_looking()
+
+    def host(self, task: TaskName) -> str:
+        """Returns where a task is; neighbours are together."""
+        count = len(self.workers if task in self.workers else self.shards)
+        return str(int(task.rpartition(":")[2]) * self.hosts // count)
+
+    def collector(self, worker: TaskName, owner: TaskName) -> TaskName:
+        """Returns where a worker sends its part for an owner."""
+        return self.collectors.get((self.host(worker), owner), owner)
 
     def dealer_of(self, master: TaskName) -> TaskName:
         """Returns whom a loop asks for data: the arbiter what counts."""
@@ -454,7 +474,7 @@ class SyncWorld(FaultyRun[GatedShard]):
         if task in self.workers:
             self.workers[task] = Worker(self, task)
         else:
-            self.shards[task] = GatedShard(self, task)
+            self.shards[task] = self.shards_with(self, task)
 
     # ------------------------------------------------------------ the oracle
 

@@ -48,6 +48,10 @@ class Run(Protocol):
     def shards(self) -> Collection[TaskName]:
         """The ps."""
 
+    @property
+    def loops_with(self) -> "type[Loop]":
+        """What loops are made of."""
+
     def dealer_of(self, master: TaskName) -> TaskName:
         """Returns whom a loop that this master began asks for data."""
 
@@ -100,6 +104,7 @@ class Step:
 
     batch: int
     versions: dict[TaskName, int] = field(default_factory=dict)
+    read: dict[TaskName, tuple[Any, ...]] = field(default_factory=dict)
     done: int = 0
 
 
@@ -214,7 +219,11 @@ class Loop:
     def send(self, task: TaskName, message: Message) -> None:
         self.world.net.send(self.worker.process, task, message)
 
-    def dealt(self, leases: tuple[Lease, ...] | None) -> None:
+    def given(self, step: Step, shard: TaskName) -> Message:
+        """Returns what else a step contributes to a ps."""
+        return ()
+
+    def dealt(self, leases: tuple[Lease, ...] | None, number: int = 0) -> None:
         self.is_over = self.is_over or leases is None
         self.is_dry = not leases
         self.leases.extend(leases or ())
@@ -225,11 +234,12 @@ class Loop:
         self.asking = False
         self.go_on()
 
-    def value(self, shard: TaskName, number: int, version: int) -> None:
+    def value(self, shard: TaskName, number: int, version: int, *more: Any) -> None:
         step = self.steps.get(number)
         if step is None:
             return  # refused by another
         step.versions[shard] = version
+        step.read[shard] = more
         self.compute()
 
     def compute(self) -> None:
@@ -241,8 +251,12 @@ class Loop:
         number = self.uncomputed[0]
         if len(self.steps[number].versions) == len(self.world.shards):
             self.is_computing = True
-            seconds = self.world.sim.chance.random() * 0.05
+            seconds = self.compute_s(self.steps[number])
             self.world.sim.later(seconds, partial(self.computed, number))
+
+    def compute_s(self, step: Step) -> float:
+        """Returns how long a step takes."""
+        return self.world.sim.chance.random() * 0.05
 
     def computed(self, number: int) -> None:
         if self.has_ended or not self.worker.process.alive:
@@ -253,7 +267,7 @@ class Loop:
         versions = tuple(step.versions.values())
         for shard in self.world.shards:
             pushed = ("push", self.name, self.life, number, step.batch, versions)
-            self.send(shard, pushed)
+            self.send(shard, (*pushed, *self.given(step, shard)))
         self.take(StepComputed(number))
         self.compute()
 
@@ -269,6 +283,9 @@ class Loop:
         self.world.acknowledge(step.batch, self.life)
         self.take(StepAcknowledged(number))
         self.go_on()
+
+    def told(self, kind: str, *what: Any) -> None:
+        """Takes what else is told to it."""
 
     def fail(self, task: TaskName) -> None:
         self.take(StepFailed(0, TaskLostError(f"{task} is gone", task=task)))
@@ -309,13 +326,15 @@ class Worker:
         match kind:
             case "deal":
                 if rest[0] == loop_.asked:
-                    loop_.dealt(rest[1])
+                    loop_.dealt(*rest[1:])
             case "value":
-                loop_.value(src, rest[1], rest[2])
+                loop_.value(src, *rest[1:])
             case "done":
                 loop_.part_done(rest[1])
             case "refused":
                 loop_.refused(rest[1], rest[2])
+            case _:
+                loop_.told(kind, *rest)
 
     def order(self, src: TaskName, kind: str, name: str, rest: list[Any]) -> None:
         """Carries out an order of a master, unless another took its place."""
@@ -326,7 +345,8 @@ class Worker:
             return
         if kind == "run":
             dealer = self.world.dealer_of(src)
-            loop = self.loops[name] = Loop(self, name, of[0], src, dealer)
+            loop = self.world.loops_with(self, name, of[0], src, dealer)
+            self.loops[name] = loop
             loop.take(LoopStarted())
         elif name in self.loops:
             known = self.loops[name]

@@ -8,6 +8,7 @@ from dp_accounting import pld
 
 from jgraph.coordination.run.privacy_account import Spent
 from jgraph.errors import ConfigError
+from jgraph.train.privacy import accounting
 from jgraph.train.privacy.accounting import Spending, affordable, epsilon_of
 from jgraph.train.privacy.options import Privacy
 
@@ -50,6 +51,27 @@ def test_a_target_allows_the_most_updates_that_do_not_pass_it() -> None:
     assert affordable(before, kind, DELTA, target) == 17
     assert affordable(before, kind, DELTA, target / 2) == 0
     assert affordable(before, kind, DELTA, target * 2) == 30
+
+
+@pytest.mark.nightly
+def test_the_most_of_a_million_updates_are_found_by_few_distributions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each takes a second or more, and halving would ask for twenty."""
+    asked: list[object] = []
+    known = accounting._epsilon
+
+    def counted(accountant: Any, *of: Any) -> float:
+        if isinstance(accountant, pld.PLDAccountant):
+            asked.append(of)
+        return known(accountant, *of)
+
+    monkeypatch.setattr(accounting, "_epsilon", counted)
+    kind = Spent("example", 1.0, 0.001, 10**6)
+    assert affordable([], kind, DELTA, 2.0) == 143696
+    assert len(asked) <= 12
+    monkeypatch.undo()
+    assert by_hand((1.0, 0.001, 143696)) <= 2.0 < by_hand((1.0, 0.001, 143697))
 
 
 def test_runs_of_a_trainer_are_one_account() -> None:

@@ -162,6 +162,9 @@ class RunStandIns:
         shards = (by.get(TaskName(s), s) for s in self.order.stand_ins.shards)
         arbiter.sync.shards[:] = dict.fromkeys(shards)
         arbiter.task = arbiter.sync.shards[0]
+        if arbiter.sync.HasField("host_sums"):
+            arbiter.sync.host_sums.by.clear()
+            arbiter.sync.host_sums.by.update(by.items())
         for loop in self.loops.replicas.values():
             loop.dealer = arbiter.task
 
