@@ -19,7 +19,7 @@ from jgraph.cluster.options import check_options, check_platforms
 from jgraph.coordination.step.run_metadata import RunMetadata
 from jgraph.errors import ConfigError
 from jgraph.errors.tracebacks import short_traceback
-from jgraph.graph.ir import TaskName, VariableKey
+from jgraph.graph.ir import TaskName, VariableKey, VariableSpec
 from jgraph.graph.variable import Variable
 from jgraph.plan.plan import Plan
 from jgraph.plan.program.program import Program
@@ -334,6 +334,11 @@ class Session:
         """Sets replica loops going on their tasks; iterate over it for reports."""
         self._check_open()
         return LoopHandle(self._cluster, requests)
+
+    def lacking(self, variables: Sequence[Variable]) -> list[VariableSpec]:
+        """Returns those without a value; of a sharded variable its shards."""
+        self._check_open()
+        return self._values.lacking(in_container(variables, self.container))
 
     def variable_tasks(
         self, variables: Sequence[Variable]

@@ -15,7 +15,7 @@ from jgraph.client.feeding import as_result, feed_arrays
 from jgraph.client.programs import STEP_S, Programs
 from jgraph.client.variables import VariableDirectory, shards_of
 from jgraph.errors import ConfigError, UninitializedError, VariableMismatchError
-from jgraph.graph.ir import TaskName, VariableKey
+from jgraph.graph.ir import TaskName, VariableKey, VariableSpec
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Initializer, Variable
 from jgraph.plan.lowering.row_blocks import initial_value
@@ -79,6 +79,12 @@ class VariableValues:
             self.run_once("initialize", partial(assign_initial, piece), piece)
         self._variables.note_initialized(variables)
         return stored_keys
+
+    def lacking(self, variables: Sequence[Variable]) -> list[VariableSpec]:
+        """Returns those without a value; of a sharded variable its shards."""
+        stored_keys = self._variables.look_up(v.spec for v in variables)
+        specs = (spec for variable in variables for spec in variable.spec.shards)
+        return [spec for spec in specs if spec.key not in stored_keys]
 
     def read(self, variables: Sequence[Variable]) -> dict[str, Any]:
         """Returns the values of variables by name.

@@ -67,11 +67,12 @@ class Asked:
 
     def _give_state(self, question: Question) -> None:
         """Gives all ps the values of the newest good checkpoint."""
-        saving, restore = self.attempt.saving, self.attempt.restore
+        saving, order = self.attempt.saving, self.attempt.order
         assert saving is not None  # it has one
-        assert restore is not None
+        assert order is not None
+        assert order.restore is not None
         try:
-            restore(saving.directory)
+            order.restore(saving.directory)
         except JGError as error:
             question.answer(error=error)
             return

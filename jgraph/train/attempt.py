@@ -103,7 +103,6 @@ class Attempt:
       ends_here: the run ends with this client.
       order: which steps; None: another client ordered them.
       evaluations: evaluate the model; None: never.
-      restore: gives the state the values of the newest good checkpoint of a directory.
       saving: saves checkpoints; None: never.
       spending: the account of what the data gives away; None: nobody keeps one.
     """
@@ -117,7 +116,6 @@ class Attempt:
     ends_here: bool = True
     order: Order | None = None
     evaluations: Evaluations | None = None
-    restore: Callable[[Path], object] | None = None
     saving: Saver | RemoteSaver | None = None
     spending: Spending | None = None
 
@@ -240,6 +238,9 @@ class Attempts:
             stop=request.stop,
             lease_s=request.lease_s,
             wait_s=request.wait_s,
+            first=first,
+            # What such a checkpoint has spent is known here, and more.
+            restore=lambda path: fill_from(build, path, check_first=False),
             privacy=None if spending is None else spending.opening(),
         )
         return Attempt(
@@ -256,8 +257,6 @@ class Attempts:
                 *(request.eval_data, eval_dataset),
                 whole=request.whole,
             ),
-            # What such a checkpoint has spent is known here, and more.
-            restore=lambda path: fill_from(build, path, check_first=False),
             saving=self._saving(take, first),
             spending=spending,
         )

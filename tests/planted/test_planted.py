@@ -180,6 +180,13 @@ BUGS: Final = {
         "tests/simulation/test_rescales.py::"
         "test_a_master_that_dies_as_a_run_goes_back_leaves_an_heir_that_goes_back",
     ),
+    "a ps that is lost while a run is prepared begins anew whatever it had": Bug(
+        "train/state/early_losses.py",
+        "if state.is_initial:",
+        "if tasks:",
+        "tests/faults/test_rows_early.py::"
+        "test_values_that_nothing_has_are_not_begun_anew",
+    ),
     "a run fails if a ps is lost as it has gone back": Bug(
         "server/runs/rollback.py",
         "except (ClusterUnreachableError, TaskLostError) as again:",

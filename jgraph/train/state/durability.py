@@ -145,6 +145,7 @@ class Copies:
 
     def end(self) -> None:
         """Drops the copies."""
+        self._is_open = False
         with suppress(ClusterError):  # of a task that is gone nothing is left
             for handle in self._handles:
                 self._session.unregister(handle)

@@ -9,6 +9,7 @@ from jgraph.client.runs.failover import release_run
 from jgraph.client.runs.holds import DrainHolds
 from jgraph.client.state.snapshots import SnapshotHandle
 from jgraph.cluster.deadlines import bulk_timeout_s
+from jgraph.errors import TaskLostError
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
 from jgraph.graph.variable import Variable
@@ -66,6 +67,8 @@ class RemoteState:
         self._together = together
         self._tables = TableRows(cluster)
         self._is_initialized = self._has_loaded = False
+        self.is_initial = True
+        """No variable has had another value than its initial one."""
         self._copy_at_once: Callable[[], SnapshotHandle] | None = None
         self._drain_holds: DrainHolds | None = None
         self._moves, self._homes_before = 0, dict[TaskName, TaskName]()
@@ -188,15 +191,33 @@ class RemoteState:
     def _go_on(self, position: Position, steps: int | None = None) -> None:
         """Takes note that the variables have values: those after so many updates."""
         self._is_initialized, self.position = True, position
+        self.is_initial = False
         steps = self.global_step() if steps is None else steps
         count = len(self.done)
         self.done = [steps] * count if self._together else shares(steps, count)
 
-    def initialize(self) -> None:
-        """Gives the variables their values, unless they have some."""
-        if not self._is_initialized:
+    def initialize(self, *, again: bool = False) -> None:
+        """Gives the variables their values, unless they have some.
+
+        With ``again`` also if that was done: a task may have been started again.
+        """
+        if again or not self._is_initialized:
             self.session.initialize(self.step.plain)
             self._is_initialized = True
+
+    def lost_values(self) -> list[TaskName]:
+        """Returns the tasks that have lost values: their processes are others."""
+        if not self._is_initialized:
+            return []
+        lacking = self.session.lacking(self.step.plain)
+        tasks = {spec.device.task_name for spec in lacking}
+        return sorted(TaskName(task) for task in tasks if task is not None)
+
+    def check_values(self) -> None:
+        """Raises ``TaskLostError`` if a task has lost values."""
+        for task in self.lost_values():
+            what = f"{task} was started again while the run was prepared"
+            raise TaskLostError(what, task=task)
 
     def clear_residuals(
         self, graph: Graph, replicas: Sequence[int] | None = None

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
@@ -53,6 +54,10 @@ class Order:
     """For lost tasks without which the run cannot go on."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Set from another thread: stop after the current step."""
+    first: int = 0
+    """Updates applied before."""
+    restore: Callable[[Path], object] | None = None
+    """Gives the state the values of the newest good checkpoint of a directory."""
     privacy: Mapping[str, Any] | None = None
     """The account of what it spends, as it begins; None: nobody keeps one."""
 

@@ -66,14 +66,14 @@ class AsyncRunner:
     def run(self, order: Order) -> Generator[Chunk, None, None]:
         """See ``Runner.run``."""
         prepared = self.runs.begin(order)
-        requests = self._workers.requests(
-            prepared,
-            order,
-            step_timeout_s=self._strategy.step_timeout_s,
-            prefetch=self._strategy.prefetch,
-        )
 
         def make(run: str) -> tuple[list[LoopRequest], pb.OpenGate]:
+            requests = self._workers.requests(
+                prepared,
+                order,
+                step_timeout_s=self._strategy.step_timeout_s,
+                prefetch=self._strategy.prefetch,
+            )
             gate, stale = self._step.container, self._strategy.max_staleness
             shards = prepared.shards
             return requests, open_gate(self._cluster, gate, shards, max_staleness=stale)

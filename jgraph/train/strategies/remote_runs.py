@@ -12,14 +12,13 @@ from jgraph.client.runs.runs import RunInfo
 from jgraph.client.runs.submission import MakeLoops, submit_run
 from jgraph.cluster.loop_messages import ARBITER, DealtData, LoopReport
 from jgraph.coordination.data.batch_book import BatchBook
-from jgraph.errors import ClusterUnreachableError, ConfigError, JGError, TaskLostError
-from jgraph.graph.device import is_worker
+from jgraph.errors import ConfigError, JGError
 from jgraph.graph.ir import TaskName
-from jgraph.plan.program.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.data.data import Dataset
 from jgraph.train.run.members import MemberBook
 from jgraph.train.run.rounds import RoundBook
+from jgraph.train.state.early_losses import EarlyLosses
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position
 from jgraph.train.step.train_step import TrainStep
@@ -97,40 +96,43 @@ class RemoteRuns:
         """
         self.renew_workers()
         prepared = self.prepare(order.dataset, order.batch_size)
-        state, workers = self._state, self.workers.tasks
         if self._elastic is not None:
-            self._elastic.check_count(len(workers))
+            self._elastic.check_count(len(self.workers.tasks))
         self._check_ps(order)
+        losses = EarlyLosses(self._state, order, self._forget)
+        losses.outlive(partial(self._make_ready, prepared, order))
+        with self._state.lock:
+            self.workers.upload(prepared.graph, order, book)
+        return prepared
+
+    def _make_ready(self, prepared: Prepared, order: Order) -> None:
+        """Gives variables their values, and tasks the programs of a run.
+
+        Raises:
+          TaskLostError: one of them is gone, or another process by now.
+        """
+        state, workers = self._state, self.workers.tasks
         with state.lock:
             state.initialize()
             if order.save_every and order.lease_s is not None:  # this client saves
                 state.prepare_to_keep(anew=self._has_replaced)
             if not prepared.handles or self._has_replaced:
                 programs = prepared.programs(workers)
-                prepared.handles = self._register(programs, order)
+                prepared.handles = state.session.register_all(programs)
                 prepared.workers = dict(zip(prepared.handles, workers, strict=False))
-                self._has_replaced = False
             self._keep_copies(prepared)
             if state.copies is not None:
                 state.copies.admit(0, prepared.handles[: len(workers)])
                 for number, handle in enumerate(prepared.handles[len(workers) :], 1):
                     state.copies.admit(number, [handle])
-            self.workers.upload(prepared.graph, order, book)
-        return prepared
+            state.check_values()
+            self._has_replaced = False
 
-    def _register(self, programs: Sequence[Program], order: Order) -> list[str]:
-        """Registers programs; waits for a worker that is lost meanwhile."""
-        state = self._state
-        while True:
-            try:
-                return state.session.register_all(programs)
-            except (TaskLostError, ClusterUnreachableError) as error:
-                lost = error.details.get("task", "")
-                holds = not is_worker(lost) or lost in state.step.owners
-                if holds or not state.cluster.starts_again:
-                    raise
-                if not state.cluster.wait_for_tasks(order.wait_s, stop=order.stop):
-                    raise
+    def _forget(self) -> None:
+        """Makes all programs and copies anew next time: a task may have lost them."""
+        self._has_replaced = True
+        if self._state.copies is not None:
+            self._state.copies.end()
 
     def _keep_copies(self, prepared: Prepared) -> None:
         # First: what counts contributions is copied with all that a ps holds.
@@ -166,15 +168,9 @@ class RemoteRuns:
         state.begin_run()
         self.rounds.nbytes = prepared.plan.nbytes_per_step
         try:
-            with state.lock:
-                together = data is None
-                about = about_run(
-                    *(state, order, prepared),
-                    synchronous=together,
-                    elastic=self._elastic_order,
-                    cuts=self._cuts(order, prepared),
-                )
-                run = submit_run(state.cluster, make, about, data, order.stop, owner)
+            losses = EarlyLosses(state, order, self._forget)
+            submit = partial(self._submit, prepared, order, make, data, owner)
+            run = losses.outlive(submit)
             scaling = None if begin_scaling is None else begin_scaling(run.info.name)
             try:
                 for chunk in self._follow(run, prepared.names):
@@ -192,6 +188,27 @@ class RemoteRuns:
             raise
         finally:
             self.workers.end_feeding()
+
+    def _submit(
+        self,
+        prepared: Prepared,
+        order: Order,
+        make: MakeLoops,
+        data: DealtData | None,
+        owner: Owner | None,
+    ) -> RunFollower:
+        """Lets the master begin a run."""
+        if self._has_replaced:
+            self._make_ready(prepared, order)
+        with self._state.lock:
+            about = about_run(
+                *(self._state, order, prepared),
+                synchronous=data is None,
+                elastic=self._elastic_order,
+                cuts=self._cuts(order, prepared),
+            )
+            world = self._state.cluster, make, about, data, order.stop, owner
+            return submit_run(*world)
 
     def attached(
         self, info: RunInfo, stop: threading.Event
@@ -212,6 +229,7 @@ class RemoteRuns:
     def _follow(self, run: RunFollower, names: Sequence[str]) -> Iterator[Chunk]:
         state, together = self._state, run.info.synchronous
         self._follower, state.is_training = run, True
+        state.is_initial = False
         try:
             for report, chunk in chunks_of(run, names, together=together):
                 if report is not None:

@@ -1,0 +1,110 @@
+"""Losses of tasks while a run is prepared: waits for them, and begins with what it had.
+
+From its first step on the master of a run looks after it. Before that nobody does, and
+making ready takes seconds: initial values, and programs that are compiled.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar, final
+
+from jgraph.coordination.run.recovery import hopeless
+from jgraph.errors import (
+    ClusterUnreachableError,
+    InternalError,
+    InvalidProgramError,
+    JGError,
+    TaskLostError,
+    UninitializedError,
+)
+from jgraph.runtime.files.step_files import our_steps
+from jgraph.train.state.remote_state import RemoteState
+from jgraph.train.state.runner import Order
+
+_T = TypeVar("_T")
+_LOG: Final = logging.getLogger("jgraph.recover")
+_PERHAPS: Final = (InternalError, InvalidProgramError, UninitializedError)
+"""What else fails where a task was started again: it has no values and programs."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EarlyLosses:
+    """Lets what is done before a run begins outlive the loss of tasks.
+
+    Args:
+      state: variables of the run.
+      order: what to train.
+      forget: called before it is done again: no task may have a program any more.
+    """
+
+    state: RemoteState
+    order: Order
+    forget: Callable[[], None]
+
+    def outlive(self, work: Callable[[], _T]) -> _T:
+        """Returns what ``work`` does, which is done again after each loss.
+
+        Raises:
+          JGError: something else, or nobody starts a lost task again, or nothing is
+            kept of what it held.
+        """
+        while True:
+            try:
+                return work()
+            except JGError as error:
+                if not self._is_loss(error):
+                    raise
+                lost = error
+                self._wait(error)
+            self.forget()
+            self._give_back(lost)
+
+    def _is_loss(self, error: JGError) -> bool:
+        if isinstance(error, ClusterUnreachableError | TaskLostError):
+            return True
+        if isinstance(error, _PERHAPS):
+            with suppress(JGError):  # what was lost may be away again
+                return bool(self.state.lost_values())
+        return False
+
+    def _wait(self, error: JGError) -> None:
+        """Waits until all tasks answer.
+
+        Raises:
+          JGError: one does not, and nobody starts it again, or not in time.
+        """
+        cluster, wait_s = self.state.cluster, self.order.wait_s
+        if not cluster.starts_again:
+            raise error
+        what = "%s. The run has not begun; it waits up to %g s until all tasks answer"
+        _LOG.warning(what, error.message.rstrip("."), wait_s)
+        if not cluster.wait_for_tasks(wait_s, stop=self.order.stop):
+            raise error
+
+    def _give_back(self, error: JGError) -> None:
+        """Gives lost variables the values that they had.
+
+        Raises:
+          JGError: nothing is kept of them.
+        """
+        state, order = self.state, self.order
+        with state.lock:
+            if not (tasks := state.lost_values()):
+                return
+            who = f"{', '.join(tasks)} lost what it held before the run began"
+            if state.is_initial:
+                _LOG.warning("%s; that gets its initial values again", who)
+                state.initialize(again=True)
+                return
+            options = order.checkpoint
+            directory = "" if options is None else str(options.directory)
+            steps = our_steps(Path(directory)) if directory else []
+            newest = steps[-1] if steps else None
+            if order.restore is None or newest != order.first:
+                raise hopeless(error, who, directory, newest)
+            _LOG.warning("%s; it goes on from step %d in %s", who, newest, directory)
+            order.restore(Path(directory))

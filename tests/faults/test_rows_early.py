@@ -1,0 +1,140 @@
+"""A ps is lost while a run is prepared: before the first step nobody looks after it."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+
+from jgraph.client.session import Session
+from jgraph.errors import TaskLostError
+from jgraph.launch.local.cluster import LocalCluster
+from jgraph.train.checkpoint.checkpoints import Checkpoints
+from jgraph.train.run.run import Run
+from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.strategies import Strategy
+from jgraph.train.strategies.sync_runner import SyncPS
+from jgraph.train.trainer import Trainer
+from tests.support.counting import BATCH, IDS, check_recovered, trainer
+from tests.support.fault import Fault
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(120)]
+
+PS: Final = "/job:ps/task:1"
+STEPS: Final = 40
+SAID: Final = "The run has not begun; it waits up to 300 s until all tasks answer"
+
+
+def act_once(
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    act: Callable[[], Any],
+    *,
+    before: bool,
+) -> list[str]:
+    """Acts when a session first does something; returns what tells how often it did."""
+    does, acted = getattr(Session, method), list[str]()
+
+    def doing(session: Session, *args: Any, **options: Any) -> Any:
+        is_first = not acted
+        acted.append(method)
+        if is_first and before:
+            act()
+        result = does(session, *args, **options)
+        if is_first and not before:
+            act()
+        return result
+
+    monkeypatch.setattr(Session, method, doing)
+    return acted
+
+
+def fit(there: Trainer, checkpoint: Checkpoints | None = None) -> Run:
+    return there.fit(
+        IDS, steps=STEPS, batch_size=BATCH, progress=False, checkpoint=checkpoint
+    )
+
+
+def share_of(strategy: Strategy) -> int:
+    """Returns how many batches an update is the average of."""
+    return 2 if isinstance(strategy, SyncPS) else 1
+
+
+def dies_and_is_back(cluster: LocalCluster) -> None:
+    cluster.kill(PS)
+    cluster.wait_for_tasks(30)
+
+
+@pytest.mark.row(61)
+@pytest.mark.parametrize(
+    ("strategy", "method", "when"),
+    [
+        (AsyncPS(), "initialize", "first"),
+        (SyncPS(), "register_all", "back"),
+        pytest.param(SyncPS(), "initialize", "first", marks=pytest.mark.chaos),
+        pytest.param(AsyncPS(), "register_all", "away", marks=pytest.mark.chaos),
+        pytest.param(SyncPS(), "register_all", "away", marks=pytest.mark.chaos),
+        pytest.param(AsyncPS(), "register_all", "back", marks=pytest.mark.chaos),
+    ],
+    ids=lambda one: type(one).__name__ if isinstance(one, AsyncPS | SyncPS) else one,
+)
+def test_a_ps_that_is_killed_while_a_run_is_prepared_is_waited_for(
+    fault: Fault,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: Strategy,
+    method: str,
+    when: str,
+) -> None:
+    """Also if it is back before anybody has asked it for something."""
+    cluster = fault.cluster(ps=2, workers=2, restarts=3)
+    there = trainer(cluster, strategy)
+    dies = lambda: dies_and_is_back(cluster) if when == "back" else cluster.kill(PS)
+    acted = act_once(monkeypatch, method, dies, before=when == "first")
+    run = fit(there)
+    assert len(acted) > 1
+    assert (run.state, run.steps, run.recoveries()) == ("done", STEPS, [])
+    check_recovered(there, run, share=share_of(strategy))
+    fault.names += [SAID, "SIGKILL"]
+    there.close()
+
+
+@pytest.mark.row(61)
+@pytest.mark.parametrize(
+    "strategy",
+    [AsyncPS(), pytest.param(SyncPS(), marks=pytest.mark.chaos)],
+    ids=["async", "sync"],
+)
+def test_a_run_whose_ps_is_killed_before_its_first_step_has_the_values_of_the_last(
+    fault: Fault, monkeypatch: pytest.MonkeyPatch, strategy: Strategy
+) -> None:
+    """They are in a checkpoint, of exactly these updates."""
+    cluster = fault.cluster(ps=2, workers=2, restarts=3)
+    there, saves = trainer(cluster, strategy), Checkpoints(fault.path, every=1000)
+    fit(there, saves)
+    dies = lambda: dies_and_is_back(cluster)
+    acted = act_once(monkeypatch, "lacking", dies, before=True)
+    run = fit(there, saves)
+    assert len(acted) > 1
+    assert (run.state, run.steps, run.recoveries()) == ("done", 2 * STEPS, [])
+    saved = fault.path / str(STEPS)
+    check_recovered(there, run, saved, share=share_of(strategy))
+    fault.names += [SAID, f"it goes on from step {STEPS} in {fault.path}", "SIGKILL"]
+    there.close()
+
+
+@pytest.mark.row(61)
+def test_values_that_nothing_has_are_not_begun_anew(
+    fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run says so, and leaves the other ps as it was."""
+    cluster = fault.cluster(ps=2, workers=2, restarts=3)
+    there = trainer(cluster, AsyncPS())
+    fit(there)
+    dies = lambda: cluster.kill(PS)
+    acted = act_once(monkeypatch, "lacking", dies, before=True)
+    with pytest.raises(TaskLostError, match="did not go on by itself") as caught:
+        fit(there)
+    assert len(acted) > 1
+    what = f"{PS} lost what it held before the run began; there is no checkpoint"
+    assert what in str(caught.value)
+    fault.names += [SAID, "SIGKILL"]
+    there.close()
