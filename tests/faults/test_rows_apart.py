@@ -105,6 +105,39 @@ def test_a_worker_that_is_killed_between_fragments_counts_nothing_twice(
     there.close()
 
 
+@pytest.mark.row(14)
+@pytest.mark.nightly
+def test_a_ps_that_is_back_from_its_log_between_fragments_loses_none(
+    fault: Fault,
+) -> None:
+    """What rows it changed is in its log; the run goes on from the same update."""
+    cluster = fault.cluster(ps=2, workers=2, restarts=2)
+    given: Any = {"fragments": 2, "overlap": 1, "durability": "log"}
+    there = trainer(cluster, LocalSGD(sync_every=EVERY, **given))
+
+    def stop(run: Run, report: Any) -> None:
+        if run.recoveries() and report.step > run.recoveries()[0].back_to + 40:
+            run.stop()
+
+    options: Any = {
+        "callbacks": [after(60, lambda: cluster.kill(PS)), stop],
+        "progress": False,
+    }
+    run = there.fit(IDS, steps=10**6, batch_size=BATCH, **options)
+    assert run.state == "stopped"
+    (recovery,) = run.recoveries()
+    assert (recovery.lost, recovery.again) == ((PS,), 0)
+    check_leases(there, run, EVERY // 2)
+    position = there.current_position()
+    assert position is not None
+    due = examples_due(position)
+    for count in counted(there):
+        assert (2 * count <= due + 0.01).all(), "came twice"
+        assert 2 * count.sum() > due.sum() / 4
+    fault.names += [f"{PS}", "SIGKILL"]
+    there.close()
+
+
 @pytest.mark.row(12)
 @pytest.mark.nightly
 def test_a_ps_that_is_lost_between_fragments_takes_the_run_back(

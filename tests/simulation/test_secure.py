@@ -30,7 +30,8 @@ def simulated(seed: int, *, faults: int, steps: int = 10) -> SecureWorld:
 
     for _ in range(faults):
         at = chance.random() * chance.choice([0.3, 2.0])
-        src, dst = chance.choice(members), chance.choice([*shards, world.master.task])
+        src = chance.choice([*members, *shards])
+        dst = chance.choice([one for one in (*shards, world.master.task) if one != src])
         acts: list[Callable[[], None]] = [
             partial(world.kill, chance.choice(members)),
             kill_three,

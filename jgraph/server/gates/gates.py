@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from jgraph.server.gates.host_sums import HostSums, Submit
 
 OnContributed: TypeAlias = Callable[[Contributed], None]
+_AGAIN_S: Final = 0.2
+_TRIES: Final = 20
+"""So long after a link was lost a gate is told again that it is closed; how often."""
 _OLDEST: Final = 64
 """Updates that are older are told as if of this age: a status has an end."""
 
@@ -79,6 +82,7 @@ class Gates:
         self._driver_of: dict[str, TaskName] = {}
         self._arbiters: dict[str, Decides] = {}
         self._unheard: defaultdict[str, list[Contributed]] = defaultdict(list)
+        self._closings: dict[str, tuple[JGError, int]] = {}
 
     # ------------------------------------------------------------ calls
 
@@ -175,6 +179,7 @@ class Gates:
             self._shards.pop(name, None)
             self._openings.pop(name, None)
             self._unheard.pop(name, None)
+            self._closings.pop(name, None)
 
     def staleness(self, name: str) -> list[pb.StalenessRow]:
         """Returns what a gate of this task has counted."""
@@ -226,6 +231,11 @@ class Gates:
             for gate in list(self._opened.values()):
                 if isinstance(gate, StaleGate):
                     gate.replica_lost(handle)
+        for name in self._closings:
+            if peer in self._shards.get(name, ()):
+                opening = self._openings.get(name, "")
+                again = partial(self._close_again, name, peer, opening)
+                self._call_later(_AGAIN_S, again)
         for name, gate in list(self._opened.items()):
             if isinstance(gate, SyncGateShell) and gate.host_sums is not None:
                 gate.host_sums.link_lost(peer)
@@ -315,7 +325,17 @@ class Gates:
     def close(self, name: str, error: JGError) -> None:
         """Tells every gate that nothing more is decided."""
         self._arbiters.pop(name, None)
+        self._closings[name] = error, _TRIES
         self._tell_all(name, pb.GateEvent(gate=name, closed=to_status(error)))
+
+    def _close_again(self, name: str, peer: TaskName, opening: str) -> None:
+        """Tells a gate again that nothing more is decided: it may not have heard."""
+        if name not in self._closings or self._openings.get(name) != opening:
+            return
+        error, tries = self._closings[name]
+        if tries:
+            self._closings[name] = error, tries - 1
+            self._post(peer, pb.GateEvent(gate=name, closed=to_status(error)))
 
     def _contributed(self, name: str, news: Tell) -> None:
         arbiter_task = self._shards[name][0]

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -99,6 +99,37 @@ def test_who_decides_hears_from_a_ps_that_it_was_lost_to_it() -> None:
         assert heard.empty()
 
     asyncio.run(run())
+
+
+def test_a_gate_that_may_not_have_heard_of_its_end_is_told_again() -> None:
+    """Else the steps that wait there would do so until their time is up."""
+    posted: list[tuple[TaskName, str]] = []
+    later: list[Callable[[], None]] = []
+
+    class Noting:
+        def post(self, dst: TaskName, frame: Frame) -> None:
+            posted.append((dst, str(body_of(frame).WhichOneof("kind"))))
+
+    transport: Any = Noting()
+    call_later: Any = lambda seconds, callback: later.append(callback)
+    gates = Gates(FIRST, transport, {}, call_later)
+    gates.open(OPEN)
+    gates.peer_lost(OTHER)
+    assert not later  # it goes on
+    gates.close("g", RunOverError("over"))
+    gates.peer_lost(TaskName("/job:worker/task:0"))
+    assert not later
+    for times in range(2, 30):
+        gates.peer_lost(OTHER)
+        later.pop()()
+        assert posted == [(OTHER, "closed")] * min(times, 21)  # it may be gone for good
+    gates.open(OPEN)
+    gates.close("g", RunOverError("over"))
+    gates.peer_lost(OTHER)
+    gates.open(OPEN)
+    posted.clear()
+    later.pop()()
+    assert not posted  # it is of the gate before
 
 
 def test_a_ps_tells_who_decides_of_all_contributions_in_one_frame() -> None:

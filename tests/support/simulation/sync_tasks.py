@@ -70,6 +70,7 @@ class GatedShard:
         self.world = world
         self.task = task
         self.life = -1
+        self.opening = 0
         self.history: list[tuple[int, ...]] = []
         self.process = world.net.start(task, self.receive, self.lost)
         self.epochs = MasterTerms()
@@ -466,9 +467,19 @@ class GatedShard:
     def send(self, task: TaskName, message: Message) -> None:
         self.world.net.send(self.process, task, message)
 
+    def close_again(self, task: TaskName, opening: int) -> None:
+        """Tells a gate again that nothing more is decided: it may not have heard."""
+        there = self.process.alive and task in self.world.shards
+        if there and opening == self.opening:
+            self.send(task, self.said("closed"))
+
     def lost(self, task: TaskName) -> None:
         for leader in self.leaders.values():
             leader.lost(task)
+        last, name = self.leader, self.world.leading(self.opening)
+        if last is not None and (last.name, last.is_over) == (name, True):
+            again = partial(self.close_again, task, self.opening)
+            self.world.sim.later(_AGAIN_S, again)
         if self.life >= 0:
             self.sum(host_sums.LinkLost(task))
         if self.life == self.world.life and task == self.world.backup_of(self.task):

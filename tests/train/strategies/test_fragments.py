@@ -242,6 +242,65 @@ def test_fragments_are_cut_of_shards_that_have_copies(cluster: Cluster) -> None:
     there.close()
 
 
+class Norm(nnx.Module):
+    """BatchNorm, whose statistics are the state of the model."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, momentum=0.5, rngs=rngs)
+        self.last = nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.last(self.norm(nnx.relu(self.first(x))))
+
+
+def statistics_by_hand(piece: int) -> list[Any]:
+    """Returns those of a plain loop over what one worker is dealt."""
+    model: Any = Norm(rngs=nnx.Rngs(0))
+    model.train()
+    split: Any = nnx.split
+    graph, params, stats = split(model, nnx.Param, ...)
+
+    @jax.jit
+    def step(params: Any, stats: Any, batch: Any) -> Any:
+        def value(params: Any) -> Any:
+            there = nnx.merge(graph, params, stats, copy=True)
+            found = nnx_loss(there, batch)
+            return found, split(there, nnx.Param, ...)[2]
+
+        grads, stats = jax.grad(value, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), stats
+
+    x, y = data()
+    stream = batches_of({"x": x, "y": y}, BATCH * piece, 0)
+    for _ in range(UPDATES):
+        batch = next(stream)
+        for n in range(piece):
+            some = slice(n * BATCH, (n + 1) * BATCH)
+            params, stats = step(params, stats, (batch["x"][some], batch["y"][some]))
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(stats)]
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_state_of_the_model_is_that_of_the_steps_in_fragments_too(
+    cluster: Cluster, overlap: int
+) -> None:
+    """Alone, and with nothing mixed in, a worker trains as a plain loop does.
+
+    All of its state is exchanged each time, as it is after the steps before.
+    """
+    strategy = LocalSGD(
+        sync_every=EVERY, fragments=2, overlap=overlap, mix=1.0, step_timeout_s=20
+    )
+    made = Norm(rngs=nnx.Rngs(0))
+    there = Trainer(made, nnx_loss, optax.sgd(0.1), cluster=cluster, strategy=strategy)
+    found = nnx.state(fit(there).model(), nnx.BatchStat)
+    wanted = statistics_by_hand(EVERY // 2)
+    assert len(wanted) == 2
+    assert_close([np.asarray(x) for x in jax.tree.leaves(found)], wanted)
+    there.close()
+
+
 def nodes_of(there: Trainer) -> list[Any]:
     program = there.plan(data(), BATCH).program
     part = next(p for p in program.partitions if "worker" in str(p.task))
