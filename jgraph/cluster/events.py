@@ -43,8 +43,8 @@ class Event:
     Attributes:
       time_s: when, in seconds since 1970, by the clock of who saw it.
       kind: "joined", "lost", "left", "replaced", "frozen", "died", "restarted",
-        "abandoned" of tasks; "began", "ended", "failed", "scaled" of runs; "regrouped",
-        "fell back" of children that sum by XLA's collectives.
+        "abandoned", "refused" of tasks; "began", "ended", "failed", "scaled" of runs;
+        "regrouped", "fell back" of children that sum by XLA's collectives.
       text: a sentence that names the task or the run.
       by: the task that saw it; "launcher": what started the processes; "client": who
         began a run.

@@ -3,25 +3,25 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, Protocol, TypeAlias, final
 
 import numpy as np
 
 from jgraph.coordination.data.dispatch import LEASE_S
 from jgraph.coordination.data.shares import Cut
-from jgraph.coordination.data.slots import Lease, SlotPlan
+from jgraph.coordination.data.slots import Lease, Part, Shuffle, SlotPlan
 from jgraph.coordination.run.recovery import Recovery
 from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.coordination.step.finite import FiniteCheck
 from jgraph.coordination.sync.rounds import RoundRecord, RoundRule
 from jgraph.coordination.sync.secure_rounds import SumRule
-from jgraph.errors import JGError
+from jgraph.errors import JGError, SourceError
 from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Frame
-from jgraph.runtime.data.batches import Reader
+from jgraph.runtime.data.batches import Field
 from jgraph.view.units import bytes_text
 
 ARBITER: Final = 1 << 20
@@ -45,6 +45,7 @@ class RunRequest:
       about: what whoever attaches to the run must know.
       saves: what the master saves; None: nothing.
       source: JSON of what workers open; empty: they were given arrays.
+      source_info: what they find there; without parts: each has its own.
       copies: what is kept of the ps; None: nothing.
       programs: of workers and ps, and what is run before; see ``Master.KeepProgram``.
       wait_s: how long it waits for tasks that it cannot go on without.
@@ -57,6 +58,7 @@ class RunRequest:
     about: Mapping[str, Any]
     saves: pb.RunSaves | None = None
     source: str = ""
+    source_info: pb.SourceInfo | None = None
     copies: pb.RunCopies | None = None
     programs: Sequence[Frame] = ()
     wait_s: float = WAIT_S
@@ -518,7 +520,23 @@ def sums_of(order: pb.SyncOrder | pb.RunLoop) -> SumRule | None:
     return SumRule(secure.threshold, secure.neighbours, secure.words)
 
 
-def source_info(reader: Reader) -> pb.SourceInfo:
+class OpenedSource(Protocol):
+    """What a source has."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """See ``Reader``."""
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """See ``Reader``."""
+
+    @property
+    def shuffle(self) -> Shuffle:
+        """See ``Reader``."""
+
+
+def source_info(reader: OpenedSource) -> pb.SourceInfo:
     """Returns the answer of a task that has opened a source."""
     return pb.SourceInfo(
         fields=[
@@ -531,6 +549,48 @@ def source_info(reader: Reader) -> pb.SourceInfo:
         parts=[part.name for part in reader.parts],
         examples=[part.examples for part in reader.parts],
         shuffle=reader.shuffle,
+    )
+
+
+def source_text(info: pb.SourceInfo) -> str:
+    """Returns what a source has, in words.
+
+    Example:
+      >>> field = pb.SourceField(name="x", type=pb.TensorType(dtype="int32", shape=[3]))
+      >>> source_text(pb.SourceInfo(fields=[field], parts=["a"], examples=[7]))
+      '7 examples of x int32[3]'
+    """
+    fields = (
+        f"{one.name} {Field(np.dtype(one.type.dtype), tuple(one.type.shape))}"
+        for one in info.fields
+    )
+    count = f"{sum(info.examples)} examples of " if info.parts else ""
+    return count + ", ".join(fields)
+
+
+def check_source(task: TaskName, here: pb.SourceInfo, wanted: pb.SourceInfo) -> None:
+    """Refuses a task whose source is not that of its run.
+
+    Args:
+      task: that opened it.
+      here: what it found.
+      wanted: what the run has; without parts: each task has data of its own.
+
+    Raises:
+      SourceError: they differ.
+    """
+    own = not wanted.parts
+    if here == wanted or (own and list(here.fields) == list(wanted.fields)):
+        return
+    if own:
+        here = pb.SourceInfo(fields=here.fields)
+    found, known = source_text(here), source_text(wanted)
+    if found == known:
+        found, known = f"{found} in {here.parts}", f"{known} in {wanted.parts}"
+    raise SourceError(
+        f"the data source of {task} is not that of the run: {found} there, {known} in "
+        "the run; make the files alike",
+        task=task,
     )
 
 

@@ -9,14 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jgraph.coordination.liveness.members import LEASE_S
 from jgraph.coordination.liveness.restarts import REPLACED
+from jgraph.errors import RescaleError
 from jgraph.failpoints import CRASHED, VARIABLE
 from jgraph.graph.device import TaskName
 from jgraph.launch.local.cluster import LocalCluster
 from jgraph.rpc.security.token import TOKEN_FILE
+from jgraph.train.data.source import Source
 from jgraph.train.run.run import Run
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.elastic import Elastic
@@ -51,11 +54,11 @@ def joining(cluster: LocalCluster, log: Path, **env: str) -> Iterator[Any]:
         process.communicate()
 
 
-def begun(cluster: LocalCluster, strategy: Any) -> tuple[Any, Run]:
+def begun(cluster: LocalCluster, strategy: Any, data: Any = IDS) -> tuple[Any, Run]:
     """A run that goes on until it is stopped."""
     there = trainer(cluster, strategy)
     run = there.fit(
-        IDS, steps=10**6, batch_size=BATCH, block=False, progress=False, callbacks=()
+        data, steps=10**6, batch_size=BATCH, block=False, progress=False, callbacks=()
     )
     wait_until(lambda: run.steps >= 20)
     return there, run
@@ -104,6 +107,37 @@ def test_workers_join_a_run_and_leave_it_and_no_batch_is_lost_or_comes_twice(
     checked(there, run, together=together)
     assert run.repeated() == 0
     fault.names += [f"{WORKERS[2]} {what} the cluster" for what in ("joined", "left")]
+
+
+@pytest.mark.row(39)
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [(AsyncPS, IDS[:40]), (SyncPS, IDS.astype(np.float32))],
+    ids=["fewer", "another type"],
+)
+def test_a_worker_whose_data_is_not_that_of_the_run_has_no_part_in_it_until_it_is(
+    fault: Fault, tmp_path: Path, kind: Any, others: Any
+) -> None:
+    cluster = fault.cluster(ps=1, workers=1, elastic=True)
+    file, other = tmp_path / "ids.npz", tmp_path / "other.npz"
+    np.savez(file, id=IDS)
+    there, run = begun(cluster, kind(elastic=ELASTIC), Source.npz(str(file)))
+    np.savez(other, id=others)
+    other.replace(file)
+    with pytest.raises(
+        RescaleError, match=rf"{WORKERS[1]} has no part.* make the files"
+    ):
+        cluster.scale(workers=2)
+    goes_on(run, 100)
+    assert taking_part(run) == {WORKERS[0]}
+    refused = [e for e in cluster.events() if e.kind == "refused"]
+    assert [event.subject for event in refused] == [WORKERS[1]]
+    np.savez(other, id=IDS)
+    other.replace(file)
+    wait_until(lambda: WORKERS[1] in taking_part(run), 60)
+    goes_on(run)
+    checked(there, run, together=kind is SyncPS)
+    fault.names += [f"{WORKERS[1]} has no part in run"]
 
 
 STATES = (

@@ -1,5 +1,6 @@
 """Scaling of a cluster: more workers and ps, or fewer, while runs on it go on."""
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -7,7 +8,9 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from jgraph.client.connection import Connection
+from jgraph.client.logs import EventTail
 from jgraph.client.runs.runs import RunInfo, runs_of
+from jgraph.cluster.events import Event
 from jgraph.cluster.options import check_seconds
 from jgraph.cluster.polling import Polling
 from jgraph.errors import (
@@ -28,6 +31,8 @@ SNAPSHOT: Final = "snapshot-"
 SCALE_S: Final = 60.0
 """So long ``scale`` waits."""
 _POLL_S: Final = 0.1
+_LOOKS: Final = 10
+"""So many it takes until tasks are asked why somebody takes no part."""
 _STAGES: Final = (
     ". Stages of a pipeline do not move while it runs: save them, and restore them "
     "into a pipeline of other tasks"
@@ -94,6 +99,9 @@ class Scaler:
     ) -> list[TaskName]:
         before = self.cluster.tasks("worker")
         leavers = before[wanted:]
+        events = EventTail(self.cluster.transport, self.cluster.spec)
+        if self.wait and runs:
+            events.new()  # of what was before
         for task in leavers:
             self._check_holds_nothing(task, [run.container for run in runs])
         if wanted > len(before):
@@ -104,7 +112,7 @@ class Scaler:
             return before[:wanted]
         self._wait_members("worker", wanted, leavers, polling)
         self.ended(leavers)
-        self._wait_taking_part([run.name for run in runs], polling)
+        self._wait_taking_part([run.name for run in runs], events, polling)
         return self.cluster.tasks("worker")
 
     def _check_holds_nothing(self, task: TaskName, runs: Sequence[str]) -> None:
@@ -198,9 +206,16 @@ class Scaler:
                     pending=late,
                 )
 
-    def _wait_taking_part(self, names: Sequence[str], polling: Polling) -> None:
-        """Waits until all workers take part in the runs that take them."""
-        while True:
+    def _wait_taking_part(
+        self, names: Sequence[str], events: EventTail, polling: Polling
+    ) -> None:
+        """Waits until all workers take part in the runs that take them.
+
+        Raises:
+          RescaleError: a run does not take one, as its data is not that of others.
+          DeadlineError: one was not ready in time.
+        """
+        for look in itertools.count(1):
             workers = set(self.cluster.tasks("worker"))
             waits = {
                 run.name: sorted(workers - set(run.workers))
@@ -210,6 +225,8 @@ class Scaler:
             late = {name: tasks for name, tasks in waits.items() if tasks}
             if not late:
                 return
+            if not look % _LOOKS:
+                _check_taken(events.new(), late)
             if not polling.wait():
                 name, tasks = next(iter(late.items()))
                 raise DeadlineError(
@@ -274,6 +291,25 @@ class Scaler:
             and not any(f"{row.container}-".startswith(f"{one}-") for one in moves)
             and (copies or not row.container.startswith(SNAPSHOT))
         ]
+
+
+def _check_taken(news: Sequence[Event], late: Mapping[str, Sequence[TaskName]]) -> None:
+    """Refuses to wait for workers whose data is not that of others.
+
+    Args:
+      news: of the cluster.
+      late: those that are waited for, by run.
+
+    Raises:
+      RescaleError: why one takes no part.
+    """
+    waiting = {task for tasks in late.values() for task in tasks}
+    for event in news:
+        if event.kind == "refused" and event.subject in waiting:
+            raise RescaleError(
+                f"{event.text}; what runs goes on without it, and it takes part once "
+                "it has the same data"
+            )
 
 
 def _still_holds(task: TaskName, names: Sequence[str], hint: str = "") -> RescaleError:

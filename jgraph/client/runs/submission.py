@@ -109,6 +109,7 @@ def _open_run(
         info=json.dumps(about.about),
         saves=about.saves,
         source=about.source,
+        source_info=about.source_info,
         copies=about.copies,
         gate=gate,
         wait_s=about.wait_s,

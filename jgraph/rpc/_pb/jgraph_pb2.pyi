@@ -4371,6 +4371,7 @@ class OpenRun(_message.Message):
     PS_FIELD_NUMBER: _builtins.int
     STAND_INS_FIELD_NUMBER: _builtins.int
     GOES_BACK_FIELD_NUMBER: _builtins.int
+    SOURCE_INFO_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     info: _builtins.str
     """JSON: what to know of it in order to attach"""
@@ -4438,6 +4439,10 @@ class OpenRun(_message.Message):
     def goes_back(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Tasks for whose loss it goes back: what the ps hold may be older than what is told."""
 
+    @_builtins.property
+    def source_info(self) -> Global___SourceInfo:
+        """of what workers open; without parts: each has its own"""
+
     def __init__(
         self,
         *,
@@ -4462,10 +4467,11 @@ class OpenRun(_message.Message):
         ps: Global___RunPs | None = ...,
         stand_ins: Global___StandIns | None = ...,
         goes_back: _abc.Iterable[_builtins.str] | None = ...,
+        source_info: Global___SourceInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "copies", b"copies", "elastic", b"elastic", "gate", b"gate", "ps", b"ps", "saves", b"saves", "stand_ins", b"stand_ins"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "copies", b"copies", "elastic", b"elastic", "gate", b"gate", "ps", b"ps", "saves", b"saves", "source_info", b"source_info", "stand_ins", b"stand_ins"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "client", b"client", "copies", b"copies", "elastic", b"elastic", "frames", b"frames", "gate", b"gate", "goes_back", b"goes_back", "holders", b"holders", "incarnation", b"incarnation", "info", b"info", "master", b"master", "owners", b"owners", "ps", b"ps", "run", b"run", "saves", b"saves", "source", b"source", "stand_ins", b"stand_ins", "standbys", b"standbys", "term", b"term", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "client", b"client", "copies", b"copies", "elastic", b"elastic", "frames", b"frames", "gate", b"gate", "goes_back", b"goes_back", "holders", b"holders", "incarnation", b"incarnation", "info", b"info", "master", b"master", "owners", b"owners", "ps", b"ps", "run", b"run", "saves", b"saves", "source", b"source", "source_info", b"source_info", "stand_ins", b"stand_ins", "standbys", b"standbys", "term", b"term", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

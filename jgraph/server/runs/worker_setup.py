@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, final
 
 from jgraph.cluster.deadlines import COMPILE_S, CONTROL_S
+from jgraph.cluster.loop_messages import check_source
 from jgraph.errors import ConfigError, DataError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.program import Program
@@ -106,9 +107,9 @@ class WorkerSetup:
         """
         task = TaskName(loop.task)
         await self.drop(loop.handle)
+        await self.give_data(task, loop.data)  # before anything is compiled for it
         suffix = _suffix(loop, number)
         handle = await self.give(loop.handle, suffix, self.ps, home=[task])
-        await self.give_data(task, loop.data)
         await self.begin(task, handle)
         return handle
 
@@ -222,13 +223,16 @@ class WorkerSetup:
 
         Raises:
           DataError: nobody has it.
+          SourceError: what it opens is not what others have.
           JGError: the client, which has it, cannot give it.
         """
         if self.order.source:
             source = pb.OpenSource(name=name, source=self.order.source)
-            await self.peers.call(
+            reply = await self.peers.call(
                 task, "OpenSource", frame(open_source=source), timeout_s=COMPILE_S
             )
+            if self.order.HasField("source_info"):
+                check_source(task, body_of(reply), self.order.source_info)
             return
         if self.client is not None and self.order.client.gives_data:
             await self.client.ask("data", tasks=[task])

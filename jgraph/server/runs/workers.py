@@ -21,7 +21,7 @@ from jgraph.coordination.run.supervisor import (
     WorkerNotReady,
     WorkerReady,
 )
-from jgraph.errors import FencedError, JGError
+from jgraph.errors import FencedError, JGError, SourceError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.server.runs.copies import RunCopies
@@ -69,6 +69,8 @@ class RunJoiners:
         init=False, default_factory=dict
     )
     """When each that could not be used is tried again, and how long that took."""
+    _reasons: dict[tuple[TaskName, str], str] = field(init=False, default_factory=dict)
+    """Why each process was left out, as was said last."""
 
     @property
     def is_elastic(self) -> bool:
@@ -133,6 +135,14 @@ class RunJoiners:
         key = task, self.peers.workers().get(task, "")
         wait_s = min(2 * self._refused.get(key, (0.0, _AGAIN_S / 2))[1], _MOST_AGAIN_S)
         self._refused[key] = self.clock.now() + wait_s, wait_s
+
+    def has_other_data(self, task: TaskName, error: SourceError) -> None:
+        """Says why a worker does not take part, once for each of its processes."""
+        key = task, self.peers.workers().get(task, "")
+        if self._reasons.get(key) != error.message:
+            self._reasons[key] = error.message
+            text = f"{task} has no part in run '{self.order.run}': {error.message}"
+            self.peers.note("refused", text, level=logging.WARNING)
 
     def contributions(self, wanted: int, workers: int) -> int:
         """Returns how many contributions an update of so many workers takes.
@@ -345,6 +355,9 @@ class RunWorkers:
         except FencedError as error:
             self.handle(Failed(error))
             return None
+        except SourceError as error:
+            self.joiners.has_other_data(TaskName(order.task), error)
+            return False
         except JGError as error:  # it went away again; the next look tells
             _LOG.info("%s does not take part yet: %s", order.task, error.message)
             return False

@@ -11,6 +11,7 @@ import numpy as np
 
 from jgraph.client.cluster import Cluster
 from jgraph.client.state.sources import SourceFacts, open_source_on
+from jgraph.cluster.loop_messages import source_info, source_text
 from jgraph.errors import ConfigError, SourceError
 from jgraph.graph.ir import TaskName
 from jgraph.runtime.data.sources import open_source
@@ -192,8 +193,8 @@ class Source:
             if other != worker_facts[0]:
                 raise SourceError(
                     f"{self!r} is not the same on {workers[0]} and {worker}: "
-                    f"{_summary(worker_facts[0])} there, {_summary(other)} here; make "
-                    "the files alike",
+                    f"{source_text(source_info(worker_facts[0]))} there, "
+                    f"{source_text(source_info(other))} here; make the files alike",
                     task=worker,
                 )
         return Dataset(*shown(worker_facts[0]), facts=worker_facts[0], source=plain)
@@ -255,8 +256,3 @@ def shown(facts: SourceFacts) -> tuple[dict[str, Any], Any]:
     return {
         f"data[{name!r}]" if name else "data": a for name, a in fields.items()
     }, tree
-
-
-def _summary(facts: SourceFacts) -> str:
-    fields = ", ".join(f"{name} {field}" for name, field in facts.fields.items())
-    return f"{sum(p.examples for p in facts.parts)} examples of {fields}"

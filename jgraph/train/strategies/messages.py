@@ -6,7 +6,7 @@ from functools import partial
 
 from jgraph.client.cluster import Cluster
 from jgraph.client.values import assign_initial, in_pieces
-from jgraph.cluster.loop_messages import DealtData, RunRequest
+from jgraph.cluster.loop_messages import DealtData, RunRequest, source_info
 from jgraph.graph.ir import TaskName
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
@@ -17,6 +17,7 @@ from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.program_codec import encode_program
 from jgraph.train.checkpoint.checkpoint import absolute
 from jgraph.train.checkpoint.remote_saver import saves_order, why_unsaved
+from jgraph.train.data.data import Dataset
 from jgraph.train.state.placement import plan_on
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Order, position_in
@@ -102,6 +103,7 @@ def about_run(
         about,
         saves,
         order.dataset.source,
+        _source_info(order.dataset),
         state.copies and state.copies.about(prepared.recorded),
         [*_restart_programs(cluster, programs, zeros, cuts)],
         wait_s=order.wait_s,
@@ -110,6 +112,16 @@ def about_run(
         owners=state.step.owners,
         ps=None if cuts is None else cuts.order,
     )
+
+
+def _source_info(dataset: Dataset) -> pb.SourceInfo | None:
+    """Returns what workers find in their source; of data of their own no examples."""
+    if not dataset.source or dataset.facts is None:
+        return None
+    info = source_info(dataset.facts)
+    if dataset.of is not None:
+        del info.parts[:], info.examples[:]
+    return info
 
 
 def _restart_programs(
