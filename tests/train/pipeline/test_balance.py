@@ -250,6 +250,10 @@ def test_what_cannot_be_balanced_is_refused_with_a_sentence() -> None:
     refused("tasks names '/job:worker', and balance kn", tasks=["/job:worker"])
     refused("'/job:worker/task:0' more than once", tasks=[WORKERS[0], WORKERS[0]])
     refused("layer 1 .'int'. is no layer", layers=[layer, 3])
+    refused("tasks of one replica, and there are 2; leave", replicas=2)
+    rows = [[WORKERS[0]], [WORKERS[1]]]
+    refused("tasks of one replica, and there are 2; leave", tasks=rows)
+    refused("replicas is 0; give how many", replicas=0)
 
 
 def test_a_cut_without_a_batch_or_for_layers_that_do_not_fit_is_refused() -> None:
@@ -266,6 +270,15 @@ def test_a_cut_without_a_batch_or_for_layers_that_do_not_fit_is_refused() -> Non
     pipe.step(params, tx, x=X)
     with pytest.raises(PipelineError, match=r"layer 0 .* not take float32\[2,7\]"):
         pipe.value_and_grad(params, jnp.ones((8, 7)), jnp.ones((8, 4)))
+
+
+def test_towers_of_layers_that_are_cut_are_refused() -> None:
+    pipe = cut_like((3, 2))
+    assert pipe.over(1) is pipe
+    with pytest.raises(PipelineError, match="one replica, and there are 2; leave"):
+        jg.towers(pipe.loss, [WORKERS[:2], WORKERS[2:4]])
+    with pytest.raises(PipelineError, match="give an array of devices"):
+        jg.towers(pipe.loss, 2)
 
 
 def test_tasks_are_the_first_of_the_balance_or_those_that_are_named() -> None:
