@@ -276,6 +276,10 @@ class RemoteRuns:
         state = self._state
         with state.lock:
             if len(state.step.arrangement.ps) != ps:
+                with suppress(
+                    JGError
+                ):  # of one that has joined: it may be unknown here
+                    state.cluster.refresh()
                 state.move_to(ps)
                 self._prepared.clear()
                 self._has_replaced = True
