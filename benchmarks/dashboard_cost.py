@@ -299,6 +299,7 @@ def cost(alternations: int, seconds: float, seed: int = 0) -> None:
         part="cost",
         alternations=alternations,
         viewers=VIEWERS,
+        master=master,
         **ratios("ratio", blocks, rate),
         **ratios("cpu_ratio", blocks, lambda window: window.step_us),
         **more("master_cores_more", blocks, partial(_cores, master)),
