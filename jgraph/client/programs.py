@@ -48,8 +48,7 @@ class Programs:
           name: before the handle; that of the program if unset.
           phases: what was done for it before, from when to when, for a timeline.
         """
-        while self._garbage:
-            old = self._garbage.popleft()
+        while (old := self._next_garbage()) is not None:
             with suppress(ClusterError):
                 if old in self._handles:  # else all were taken back since
                     self.unregister(old)
@@ -85,6 +84,12 @@ class Programs:
     def give_up(self, handle: str) -> None:
         """Takes a program back when the next one is registered; never waits."""
         self._garbage.append(handle)
+
+    def _next_garbage(self) -> str | None:
+        # Programs are registered side by side: another thread may take the last one.
+        with suppress(IndexError):
+            return self._garbage.popleft()
+        return None
 
     def run(
         self,

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -112,13 +113,16 @@ class RemoteRuns:
           TaskLostError: one of them is gone, or another process by now.
         """
         state, workers = self._state, self.workers.tasks
-        with state.lock:
+        is_new = not prepared.handles or self._has_replaced
+        programs = prepared.programs(workers) if is_new else ()
+        # Tasks compile while this client makes and sends the initial values.
+        with state.lock, ThreadPoolExecutor(1) as thread:
+            registration = thread.submit(state.session.register_all, programs)
             state.initialize()
             if order.save_every and order.lease_s is not None:  # this client saves
                 state.prepare_to_keep(anew=self._has_replaced)
-            if not prepared.handles or self._has_replaced:
-                programs = prepared.programs(workers)
-                prepared.handles = state.session.register_all(programs)
+            if is_new:
+                prepared.handles = registration.result()
                 prepared.workers = dict(zip(prepared.handles, workers, strict=False))
             self._keep_copies(prepared)
             if state.copies is not None:
