@@ -132,6 +132,7 @@ def scale() -> None:
         tell(free=ray.available_resources().get("CPU", 0))
         wait_until(lambda: len(run.members()) == 2, 60)
         tell(shrunk=cluster.scale(workers=1, timeout_s=120))
+        wait_until(lambda: run.members()[-1].state == "left", 60)  # a report tells
         tell(members=[[m.task, m.state] for m in run.members()])
         run.stop()
         run.wait(60)
