@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar, final
 
+from jgraph.cluster.polling import Polling
 from jgraph.coordination.run.recovery import hopeless
 from jgraph.errors import (
     ClusterUnreachableError,
@@ -26,6 +27,7 @@ from jgraph.train.state.runner import Order
 
 _T = TypeVar("_T")
 _LOG: Final = logging.getLogger("jgraph.recover")
+_AGAIN_S: Final = 0.1
 _PERHAPS: Final = (InternalError, InvalidProgramError, UninitializedError)
 """What else fails where a task was started again: it has no values and programs."""
 
@@ -50,8 +52,9 @@ class EarlyLosses:
 
         Raises:
           JGError: something else, or nobody starts a lost task again, or nothing is
-            kept of what it held.
+            kept of what it held, or it is lost again and again for ``wait_s``.
         """
+        polling: Polling | None = None
         while True:
             try:
                 return work()
@@ -59,6 +62,9 @@ class EarlyLosses:
                 if not self._is_loss(error):
                     raise
                 lost = error
+                polling = polling or Polling(_AGAIN_S, self.order.wait_s)
+                if not polling.wait():
+                    raise
                 self._wait(error)
             self.forget()
             self._give_back(lost)
