@@ -605,7 +605,7 @@ BUGS: Final = {
     ),
     "a sum that was overtaken leaves a host after the newer one": Bug(
         "server/gates/host_sums.py",
-        "if self._is_closed or self._newest[order.owner] is not order:",
+        "if self._is_closed or self._newest[order.part] is not order:",
         "if self._is_closed:",
         "tests/server/gates/test_host_sums.py::"
         "test_a_sum_that_is_overtaken_by_a_newer_one_does_not_leave",
@@ -895,7 +895,7 @@ BUGS: Final = {
     ),
     "what a few steps show is all that is asked of an optimizer": Bug(
         "train/tables/row_update.py",
-        "if others and same[n] and n in still)",
+        "if others and same[n] and n not in movers)",
         "if others and same[n])",
         "tests/train/tables/test_still_rows.py::"
         "test_an_optimizer_that_changes_other_rows_ever_updates_them_all"

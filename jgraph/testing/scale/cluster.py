@@ -109,7 +109,7 @@ def parts_of(step: StepTraffic, costs: Costs, ps: int) -> tuple[Part, ...]:
       >>> step = StepTraffic("step", one, (), (), {}, pieces)
       >>> parts_of(step, load_costs(), ps=1)[0]
       Part(read=0.5, computing=0.5, written=0.75)
-      >>> parts_of(step, load_costs(), ps=8)[0]
+      >>> parts_of(step, load_costs(), ps=64)[0]
       Part(read=1.0, computing=0.5, written=0.0)
     """
     seconds = [costs.speed.seconds(piece.work) for piece in step.pieces]
