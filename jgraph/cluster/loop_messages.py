@@ -3,13 +3,13 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
 from jgraph.coordination.data.dispatch import LEASE_S
 from jgraph.coordination.data.shares import Cut
-from jgraph.coordination.data.slots import Lease, Part, Shuffle, SlotPlan
+from jgraph.coordination.data.slots import Lease, SlotPlan
 from jgraph.coordination.run.recovery import Recovery
 from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.coordination.step.finite import FiniteCheck
@@ -21,7 +21,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Frame
-from jgraph.runtime.data.batches import Field
+from jgraph.runtime.data.batches import DataFacts, Field
 from jgraph.view.units import bytes_text
 
 ARBITER: Final = 1 << 20
@@ -520,23 +520,7 @@ def sums_of(order: pb.SyncOrder | pb.RunLoop) -> SumRule | None:
     return SumRule(secure.threshold, secure.neighbours, secure.words)
 
 
-class OpenedSource(Protocol):
-    """What a source has."""
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """See ``Reader``."""
-
-    @property
-    def fields(self) -> Mapping[str, Field]:
-        """See ``Reader``."""
-
-    @property
-    def shuffle(self) -> Shuffle:
-        """See ``Reader``."""
-
-
-def source_info(reader: OpenedSource) -> pb.SourceInfo:
+def source_info(reader: DataFacts) -> pb.SourceInfo:
     """Returns the answer of a task that has opened a source."""
     return pb.SourceInfo(
         fields=[

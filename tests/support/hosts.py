@@ -20,6 +20,7 @@ from jgraph.cluster.spec import ClusterSpec
 from jgraph.launch.hosts import cluster_file
 from jgraph.rpc.security.certificates import make_certificates
 from tests.support.fault import Fault
+from tests.support.loopback_hosts import begin_server, wait_serving
 from tests.support.lossy import LossyNetwork
 
 NET: Final = f"198.18.{os.getpid() % 250}"  # kept free for tests of networks
@@ -154,21 +155,10 @@ def cluster_on(there: list[Host], fault: Fault, path: Path) -> Iterator[Cluster]
             options = ["--job", job, "--task", index, "--bind", host.address]
             files = ["--cluster", str(file), "--tls-dir", str(certificates)]
             command = [sys.executable, "-m", "jgraph", "server", "--end-with-input"]
-            log = stack.enter_context((fault.logs / f"{job}{index}.log").open("w"))
-            server = subprocess.Popen(
-                ["ip", "netns", "exec", host.name, *command, *options, *files],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-            )
-            servers.append(server)
-            stack.callback(server.wait, 30)
-            assert server.stdin is not None
-            stack.callback(server.stdin.close)
-        for server in servers:
-            assert server.stdout is not None
-            assert b"serves at" in server.stdout.readline()
-            stack.callback(server.stdout.close)
+            words = ["ip", "netns", "exec", host.name, *command, *options, *files]
+            log = fault.logs / f"{job}{index}.log"
+            servers.append(begin_server(stack, words, log))
+        wait_serving(stack, servers)
         target = f"jgraphs://{there[0].address}:{PORT}"
         with connect(target, timeout_s=60, tls=certificates) as cluster:
             yield cluster

@@ -54,6 +54,18 @@ class NnxDeep(nnx.Module):
         return self.layers[-1](x)
 
 
+class NnxWide(nnx.Module):
+    """A kernel that is large enough to be cut, and parameters that are not."""
+
+    def __init__(self, rngs: nnx.Rngs, width: int = 256) -> None:
+        self.first = nnx.Linear(4, width, rngs=rngs)
+        self.dense = nnx.Linear(width, width, rngs=rngs)
+        self.last = nnx.Linear(width, 2, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.last(nnx.relu(self.dense(nnx.relu(self.first(x)))))
+
+
 class NnxNorm(nnx.Module):
     """BatchNorm and dropout."""
 

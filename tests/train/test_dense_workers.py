@@ -20,7 +20,7 @@ from jgraph.train.step.compress import GradientDtype
 from jgraph.train.strategies.options import Dense
 from jgraph.train.strategies.sync_runner import SyncPS, SyncRunner
 from jgraph.train.trainer import Trainer
-from tests.support.models import NnxNorm, data, nnx_loss
+from tests.support.models import NnxNorm, NnxWide, data, nnx_loss
 from tests.support.servers import connected
 
 STEPS, BATCH, WORKERS, WIDTH = 8, 8, 2, 256
@@ -42,18 +42,6 @@ def cluster() -> Iterator[Cluster]:
 def without_ps() -> Iterator[Cluster]:
     with connected(worker=WORKERS) as cluster:
         yield cluster
-
-
-class Wide(nnx.Module):
-    """A kernel that is large enough to be cut, and parameters that are not."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.first = nnx.Linear(4, WIDTH, rngs=rngs)
-        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.last = nnx.Linear(WIDTH, 2, rngs=rngs)
-
-    def __call__(self, x: Any) -> Any:
-        return self.last(nnx.relu(self.dense(nnx.relu(self.first(x)))))
 
 
 class Deep(nnx.Module):
@@ -88,7 +76,7 @@ def trainer(
     cluster: Cluster,
     dense: Dense,
     tx: Any = None,
-    model: Any = Wide,
+    model: Any = NnxWide,
     loss: Any = nnx_loss,
     **options: Any,
 ) -> Trainer:

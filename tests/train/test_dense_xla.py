@@ -16,7 +16,7 @@ from jgraph.errors import ConfigError, InsecureError
 from jgraph.server.gates import group_child, group_host
 from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
-from tests.support.models import NnxNorm, data, nnx_loss
+from tests.support.models import NnxNorm, NnxWide, data, nnx_loss
 from tests.support.servers import connected
 
 pytestmark = [pytest.mark.procs, pytest.mark.usefixtures("nothing_is_left")]
@@ -33,18 +33,6 @@ LOOKED_UP = {
 def cluster() -> Iterator[Cluster]:
     with connected(ps=1, worker=2) as cluster:
         yield cluster
-
-
-class Wide(nnx.Module):
-    """A kernel that is large enough to be cut, and parameters that are not."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.first = nnx.Linear(4, 256, rngs=rngs)
-        self.dense = nnx.Linear(256, 256, rngs=rngs)
-        self.last = nnx.Linear(256, 2, rngs=rngs)
-
-    def __call__(self, x: Any) -> Any:
-        return self.last(nnx.relu(self.dense(nnx.relu(self.first(x)))))
 
 
 class Deep(nnx.Module):
@@ -68,7 +56,7 @@ def squares(model: Any, batch: Any) -> Any:
 def trainer(
     cluster: Cluster | None,
     strategy: Any,
-    model: Any = Wide,
+    model: Any = NnxWide,
     loss: Any = nnx_loss,
 ) -> Trainer:
     made = model(rngs=nnx.Rngs(0))

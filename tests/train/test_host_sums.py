@@ -1,6 +1,7 @@
 """Gradients that are summed on each host before they leave it."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tests.support.counting import (
     trainer as counting,
 )
 from tests.support.loopback_hosts import workers_on
-from tests.support.models import NnxNorm, data, nnx_loss
+from tests.support.models import NnxNorm, NnxWide, data, nnx_loss
 from tests.support.servers import bytes_between_hosts, connected
 from tests.support.stopping import once
 
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 WORKERS, HOSTS, WIDTH, STEPS, BATCH = 4, 2, 512, 8, 8
 KERNEL_BYTES = WIDTH * WIDTH * 4
+Wide = partial(NnxWide, width=WIDTH)  # each worker owns a quarter of its kernel
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +43,6 @@ def cluster() -> Iterator[Cluster]:
     """Two workers on each of two hosts, and a ps."""
     with connected(ps=1, worker=WORKERS, hosts=HOSTS) as cluster:
         yield cluster
-
-
-class Wide(nnx.Module):
-    """Nearly all of it is one kernel, of which each worker owns a quarter."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.first = nnx.Linear(4, WIDTH, rngs=rngs)
-        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.last = nnx.Linear(WIDTH, 2, rngs=rngs)
-
-    def __call__(self, x: Any) -> Any:
-        return self.last(nnx.relu(self.dense(nnx.relu(self.first(x)))))
 
 
 def trainer(cluster: Cluster, strategy: Any, model: Any = Wide) -> Trainer:

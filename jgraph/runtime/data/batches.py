@@ -73,8 +73,8 @@ class Field:
         return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
 
 
-class Reader(Protocol):
-    """Data that can be read by row, in any thread but one call at a time."""
+class DataFacts(Protocol):
+    """What data has."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -87,6 +87,10 @@ class Reader(Protocol):
     @property
     def shuffle(self) -> Shuffle:
         """How it is read best."""
+
+
+class Reader(DataFacts, Protocol):
+    """Data that can be read by row, in any thread but one call at a time."""
 
     def read(self, part: int, rows: Rows) -> dict[str, Array]:
         """Returns these examples of a part, in this order; fresh arrays."""

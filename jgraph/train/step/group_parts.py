@@ -5,10 +5,10 @@ it to its child; see ``server.gates.group_sums``. A part is what one worker owns
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import final
+from typing import TypeAlias, final
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from jgraph.graph.variable import Variable
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.view.units import bytes_text, count_text
 
+Parts: TypeAlias = dict[TaskName, list[VariableSpec]]
+"""Variables by the task that owns them."""
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class GroupParts:
       parts: by the worker that owns them, in the order of workers.
     """
 
-    parts: dict[TaskName, list[VariableSpec]]
+    parts: Parts
 
     def homes(self, worker: TaskName) -> dict[VariableKey, TaskName]:
         """Returns where a worker sends each variable: it stays there."""
@@ -54,17 +57,36 @@ class GroupParts:
         Args:
           limit_s: of a step.
         """
-        return pb.CollectiveGroup(
-            parts=[
-                pb.GroupPart(
-                    task=task,
-                    variables=[spec.name for spec in part],
-                    elements=[prod(spec.shape) for spec in part],
-                )
-                for task, part in self.parts.items()
-            ],
-            limit_s=limit_s,
+        return pb.CollectiveGroup(parts=part_messages(self.parts), limit_s=limit_s)
+
+
+def part_messages(
+    parts: Mapping[TaskName, Sequence[VariableSpec]],
+) -> list[pb.GroupPart]:
+    """Returns what tasks are told of parts."""
+    return [
+        pb.GroupPart(
+            task=owner,
+            variables=[spec.name for spec in part],
+            elements=[prod(spec.shape) for spec in part],
         )
+        for owner, part in parts.items()
+    ]
+
+
+def parts_of_workers(means: Sequence[Variable]) -> Parts:
+    """Returns the parts of dense gradients that workers own, of those in float32.
+
+    Args:
+      means: their variables, each with the tasks of its shards.
+    """
+    parts = defaultdict[TaskName, list[VariableSpec]](list)
+    for variable in means:
+        owners = [TaskName(str(shard.device)) for shard in variable.shards]
+        if np.dtype(variable.dtype) == np.float32 and all(map(is_worker, owners)):
+            for owner, shard in zip(owners, variable.spec.shards, strict=True):
+                parts[owner].append(shard)
+    return dict(parts)
 
 
 def group_parts(means: Sequence[Variable], workers: Sequence[TaskName]) -> GroupParts:
@@ -77,12 +99,7 @@ def group_parts(means: Sequence[Variable], workers: Sequence[TaskName]) -> Group
     Raises:
       ConfigError: a worker would own nothing that is summed.
     """
-    parts = defaultdict[TaskName, list[VariableSpec]](list)
-    for variable in means:
-        owners = [TaskName(str(shard.device)) for shard in variable.shards]
-        if np.dtype(variable.dtype) == np.float32 and all(map(is_worker, owners)):
-            for owner, shard in zip(owners, variable.spec.shards, strict=True):
-                parts[owner].append(shard)
+    parts = parts_of_workers(means)
     missing = [worker for worker in workers if worker not in parts]
     if missing:
         raise ConfigError(

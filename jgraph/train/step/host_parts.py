@@ -5,21 +5,17 @@ an owner on another host is placed on a task of their own host; see
 ``coordination.sync.host_sums``.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Final, final
 
-import numpy as np
-
-from jgraph.graph.device import is_worker
 from jgraph.graph.ir import TaskName, VariableKey, VariableSpec
 from jgraph.graph.sharding import array_nbytes
 from jgraph.graph.variable import Variable
 from jgraph.plan.placement.collectors import collectors
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.step.compress import GradientDtype
+from jgraph.train.step.group_parts import part_messages, parts_of_workers
 from jgraph.view.units import bytes_text, count_text
 
 _SUM_BYTES: Final = 4
@@ -87,16 +83,7 @@ class HostParts:
 
     def order(self) -> pb.HostSums:
         """Returns what the tasks are told."""
-        return pb.HostSums(
-            parts=[
-                pb.GroupPart(
-                    task=owner,
-                    variables=[spec.name for spec in part],
-                    elements=[prod(spec.shape) for spec in part],
-                )
-                for owner, part in self.parts.items()
-            ]
-        )
+        return pb.HostSums(parts=part_messages(self.parts))
 
 
 def host_parts(
@@ -116,12 +103,7 @@ def host_parts(
     Returns:
       None: nothing, as no host has several workers and owners on other hosts.
     """
-    parts = defaultdict[TaskName, list[VariableSpec]](list)
-    for variable in means:
-        owners = [TaskName(str(shard.device)) for shard in variable.shards]
-        if np.dtype(variable.dtype) == np.float32 and all(map(is_worker, owners)):
-            for owner, shard in zip(owners, variable.spec.shards, strict=True):
-                parts[owner].append(shard)
+    parts = parts_of_workers(means)
     on = {worker: hosts[worker] for worker in workers if worker in hosts}
     found = collectors(sorted(parts), workers, on, least_on_host(dtype))
-    return HostParts(dict(parts), on, found) if found else None
+    return HostParts(parts, on, found) if found else None

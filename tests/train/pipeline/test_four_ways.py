@@ -114,13 +114,6 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture
-def session(cluster: Cluster) -> Iterator[Session]:
-    cluster.reset()
-    with cluster.session() as session:
-        yield session
-
-
 @pytest.mark.parametrize(
     "options",
     [
