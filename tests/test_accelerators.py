@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.procs,
     pytest.mark.skipif(
         os.environ["JAX_PLATFORMS"] == "cpu" or jax.default_backend() == "cpu",
-        reason="there is no accelerator, or JAX_PLATFORMS says cpu",
+        reason="needs an accelerator that JAX sees, and JAX_PLATFORMS other than cpu",
     ),
 ]
 

