@@ -77,9 +77,15 @@ Event: TypeAlias = (
 @final
 @dataclass(frozen=True, slots=True)
 class BeginEpoch:
-    """Let every member end its child, and begin one of this epoch."""
+    """Let every member end its child, and begin one of this epoch.
+
+    Attributes:
+      epoch: which.
+      why: the epoch before broke; empty: this one is the first.
+    """
 
     epoch: int
+    why: str = ""
 
 
 @final
@@ -113,7 +119,7 @@ class Group:
       >>> one, two = TaskName("/job:worker/task:0"), TaskName("/job:worker/task:1")
       >>> group = Group([one, two])
       >>> group.handle(MemberOpened(one)), group.handle(MemberOpened(two))
-      ([], [BeginEpoch(epoch=1)])
+      ([], [BeginEpoch(epoch=1, why='')])
       >>> group.handle(MemberReady(one, 1, needs=5))
       []
       >>> group.handle(MemberReady(two, 1, needs=6))
@@ -168,14 +174,14 @@ class Group:
                 self._broken = 0
                 return []
 
-    def _begin(self) -> list[Instruction]:
+    def _begin(self, why: str = "") -> list[Instruction]:
         self._epoch += 1
         self._ready = {}
-        return [BeginEpoch(self._epoch)]
+        return [BeginEpoch(self._epoch, why)]
 
     def _break(self, why: str) -> list[Instruction]:
         self._broken += 1
         if self._broken < ATTEMPTS:
-            return self._begin()
+            return self._begin(why)
         self._given_up = True
         return [GiveUp(why)]

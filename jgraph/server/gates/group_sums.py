@@ -16,7 +16,7 @@ import numpy as np
 
 from jgraph.cluster.transport_choice import is_loopback
 from jgraph.coordination.sync import group, group_member as member
-from jgraph.errors import MalformedMessageError
+from jgraph.errors import MalformedMessageError, TaskMemoryError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.accumulate import mean
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -26,6 +26,7 @@ from jgraph.runtime.group_child import Layout, stamp
 from jgraph.server.gates.group_child import GroupChild
 from jgraph.server.gates.group_host import GroupHost
 from jgraph.server.gates.timers import CallLater, Timer
+from jgraph.view.units import bytes_text
 
 _LOG = logging.getLogger("jgraph.group")
 
@@ -54,6 +55,7 @@ class GroupSums:
       call_later: waits.
 
     Raises:
+      TaskMemoryError: there is no memory to lend.
       JGError: see ``GroupHost.check``.
     """
 
@@ -78,7 +80,7 @@ class GroupSums:
         self._start_s = START_SHARE * order.limit_s
         self._sum_s = SUM_SHARE * order.limit_s
         self._layout = Layout(len(self._members), self._elements)
-        self._memory = MemoryFile(self._layout.nbytes, b"")
+        self._memory = _memory_file(self._task, self._layout.nbytes)
         self._rows, self._mean = self._layout.rows(self._memory.data)
         self._came: defaultdict[int, dict[TaskName, _Array]] = defaultdict(dict)
         self._shapes: dict[Key, tuple[int, ...]] = {}
@@ -190,14 +192,10 @@ class GroupSums:
         assert self._group is not None  # who calls leads
         for instruction in self._group.handle(event):
             match instruction:
-                case group.BeginEpoch(epoch):
-                    port = _free_port(self._host.host(self._task))
-                    self._say_all(pb.GroupNews(what="begin", epoch=epoch, port=port))
-                    self._cancel_start()
-                    late = partial(self._lead, group.StartIsLate(epoch))
-                    self._start_timer = self._call_later(self._start_s, late)
-                    if epoch > 1:
-                        self._note("regrouped", "ended, and others begin", event)
+                case group.BeginEpoch(epoch, why):
+                    self._begin_epoch(epoch)
+                    if why:
+                        self._note("regrouped", f"ended, and others begin: {why}")
                 case group.EpochUp(epoch, first):
                     self._cancel_start()
                     up = pb.GroupNews(what="up", epoch=epoch, version=first)
@@ -206,17 +204,25 @@ class GroupSums:
                     self._cancel_start()
                     text = f"broke {group.ATTEMPTS} times, at last as {why}; from now "
                     text += "on gradients go as messages, as with dense='workers'"
-                    self._note("fell back", text, None)
+                    self._note("fell back", text)
                     self._say_all(pb.GroupNews(what="gave up"))
 
-    def _note(self, kind: str, text: str, event: group.Event | None) -> None:
-        because = ""
-        if isinstance(event, group.MemberFailed):
-            because = f": {event.member}: {event.why}"
-        elif isinstance(event, group.StartIsLate):
-            because = ": some did not begin in time"
+    def _begin_epoch(self, epoch: int) -> None:
+        self._cancel_start()
+        event: group.Event = group.StartIsLate(epoch)
+        after_s = self._start_s
+        try:
+            port = _free_port(self._host.host(self._task))
+        except OSError as error:
+            why = f"no port is free there: {error}"
+            event, after_s = group.MemberFailed(self._task, epoch, why), 0.0
+        else:
+            self._say_all(pb.GroupNews(what="begin", epoch=epoch, port=port))
+        self._start_timer = self._call_later(after_s, partial(self._lead, event))
+
+    def _note(self, kind: str, text: str) -> None:
         text = f"the children of {self._task} and others for XLA's collectives {text}"
-        self._host.events.note(kind, text + because, level=logging.WARNING)
+        self._host.events.note(kind, text, level=logging.WARNING)
 
     def _cancel_start(self) -> None:
         if self._start_timer is not None:
@@ -277,7 +283,12 @@ class GroupSums:
             "loopback": is_loopback(host),
         }
         failed = lambda why: self._take(member.ChildFailed(epoch, why))
-        self._child = GroupChild(setup, partial(self._heard, epoch), failed)
+        try:
+            self._child = GroupChild(setup, partial(self._heard, epoch), failed)
+        except OSError as error:
+            # Not at once: this epoch is not told to all members yet.
+            why = f"its child cannot begin: {error}"
+            self._call_later(0.0, partial(failed, why))
 
     def _heard(self, epoch: int, line: str) -> None:
         what, _, rest = line.partition(" ")
@@ -351,6 +362,17 @@ def _places(
         (container, name): slice(start, end)
         for name, start, end in zip(names, starts, ends, strict=True)
     }
+
+
+def _memory_file(task: TaskName, nbytes: int) -> MemoryFile:
+    try:
+        return MemoryFile(nbytes, b"")
+    except OSError as error:
+        raise TaskMemoryError(
+            f"SyncPS(dense='xla'): {task} has no {bytes_text(nbytes)} to lend to a "
+            f"child process ({error.strerror or error}); write dense='workers'",
+            task=task,
+        ) from error
 
 
 def _free_port(host: str) -> int:

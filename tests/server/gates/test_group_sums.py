@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from jgraph.errors import (
     ConfigError,
     InsecureError,
     MalformedMessageError,
+    TaskMemoryError,
     UnknownDeviceError,
 )
 from jgraph.graph.ir import TaskName
@@ -187,3 +190,60 @@ def test_a_part_of_another_size_is_refused_and_a_whole_set_is_averaged() -> None
         there.drop_all()
 
     in_a_loop(act)
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """This process can open none: no memory to lend, no port and no child."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_who_has_no_memory_to_lend_opens_no_gate() -> None:
+    opened: dict[str, Gate] = {}
+    there, told = gates(ONE, HERE, opened)
+    with no_more_files(), pytest.raises(TaskMemoryError, match=r"192 B to lend"):
+        there.open(order())
+    assert not opened
+    assert not told.news
+
+
+async def turns_of_the_loop() -> None:
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+def test_a_member_whose_child_cannot_begin_tells_who_leads() -> None:
+    async def run() -> None:
+        there, told = gates(TWO, HERE, {})
+        there.open(order())
+        begin = pb.GroupNews(what="begin", epoch=1, port=1)
+        with no_more_files():
+            there.received(ONE, pb.GateEvent(gate="g", group=begin))
+            await turns_of_the_loop()
+        assert told.news == [(ONE, "opened"), (ONE, "failed")]
+        there.drop_all()
+
+    asyncio.run(run())
+
+
+def test_a_leader_that_finds_no_free_port_gives_up_at_once() -> None:
+    """Not when the time of three starts is over."""
+
+    async def run() -> None:
+        there, told = gates(ONE, HERE, {})
+        there.open(order())
+        with no_more_files():
+            opened = pb.GroupNews(what="opened")
+            there.received(TWO, pb.GateEvent(gate="g", group=opened))
+            await turns_of_the_loop()
+        assert told.news == [(TWO, "asked"), (TWO, "gave up")]
+        there.drop_all()
+
+    asyncio.run(run())
