@@ -21,8 +21,8 @@ from jgraph.runtime.data.batches import Array
 
 _HEADER_BYTES: Final = 512
 _LENGTH_BYTES: Final = 4
-_DATA_PAGE = _PLAIN = 0
-_STRUCT: Final = 12
+_DATA_PAGE = _PLAIN = _UNCOMPRESSED = 0
+_DAMAGES: Final = (IndexError, KeyError, RecursionError, TypeError, ValueError)
 _DTYPES: Final = {"INT32": "<i4", "INT64": "<i8", "FLOAT": "<f4", "DOUBLE": "<f8"}
 
 
@@ -84,6 +84,7 @@ class PlainPages:
             metadata.schema.column(n).path: n for n in range(metadata.num_columns)
         }
         self._places = {name: places.get(name) for name in layouts}
+        self._codecs: dict[tuple[int, int], int] | None = None
         self._pages: dict[int, dict[str, list[Page]] | None] = {}
 
     def read(
@@ -152,12 +153,18 @@ class PlainPages:
         self, group: int, place: int, layout: Layout
     ) -> list[Page] | None:
         """Returns the pages of a column in a row group; None if not all are plain."""
+        if self._codecs is None:
+            self._codecs = _codecs(self._file)
         row_group = self._metadata.row_group(group)
         chunk, schema = row_group.column(place), self._metadata.schema.column(place)
-        if not _may_be_plain(chunk, schema, layout):
+        is_raw = self._codecs.get((group, place)) == _UNCOMPRESSED
+        if not (is_raw and _may_be_plain(chunk, schema, layout)):
             return None
         pages, rows, start = [], 0, int(chunk.data_page_offset)
-        while rows < row_group.num_rows:
+        end = start + chunk.total_compressed_size
+        if start < 0 or end > self._file.size():
+            return None
+        while rows < row_group.num_rows and start < end:
             head = self._file.read_at(_HEADER_BYTES, start)
             page = _page(head, start, rows, layout, schema.max_definition_level > 0)
             if page is None:
@@ -165,8 +172,7 @@ class PlainPages:
             pages.append(page)
             start, rows = page.offset + (page.end - rows) * layout.stride, page.end
         # What follows is another column, or another row group.
-        is_whole = start == chunk.data_page_offset + chunk.total_compressed_size
-        return pages if is_whole and rows == row_group.num_rows else None
+        return pages if start == end and rows == row_group.num_rows else None
 
 
 def layout_of(
@@ -204,12 +210,30 @@ def _may_be_plain(chunk: Any, schema: Any, layout: Layout) -> bool:
     )
     return bool(
         of_kind
-        and chunk.compression == "UNCOMPRESSED"
         and not chunk.has_dictionary_page
         and set(chunk.encodings) <= {"PLAIN", "RLE", "BIT_PACKED"}
         and schema.max_repetition_level == 0
         and schema.max_definition_level <= 1
     )
+
+
+def _codecs(file: Any) -> dict[tuple[int, int], int]:
+    """Returns how each column of each row group is compressed, by the footer.
+
+    Arrow knows it, too, but ends the process if it is asked for a codec that there is
+    not; to read such a file it refuses in words.
+    """
+    tail = file.size() - 8
+    try:
+        nbytes = int.from_bytes(file.read_at(4, tail), "little")
+        footer = _Compact(file.read_at(nbytes, tail - nbytes)).struct()
+        return {
+            (group, place): column[3][4]
+            for group, row_group in enumerate(footer[4])
+            for place, column in enumerate(row_group[1])
+        }
+    except _DAMAGES:
+        return {}
 
 
 def _page(
@@ -232,16 +256,16 @@ def _page(
                 return None
             if reader.at != levels_end:
                 return None
-    except (IndexError, KeyError, TypeError, ValueError):
+        if count < 1 or end - reader.at != count * layout.stride:
+            return None
+    except _DAMAGES:
         return None  # longer than expected, or of a kind that is not known here
-    if count < 1 or end - reader.at != count * layout.stride:
-        return None
     return Page(first, first + count, start + reader.at)
 
 
 @final
 class _Compact:
-    """Reader of Thrift's compact protocol: of structs as many as a header has."""
+    """Reader of Thrift's compact protocol: of headers of pages, and of a footer."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -265,25 +289,38 @@ class _Compact:
         return (coded >> 1) ^ -(coded & 1)
 
     def struct(self) -> dict[int, Any]:
-        """Returns numbers and structs by the number of their field."""
+        """Returns numbers, lists and structs by the number of their field."""
         fields: dict[int, Any] = {}
         field = 0
         while head := self.byte():
             field = field + (head >> 4) if head >> 4 else self.number()
-            match head & 15:
-                case 1 | 2:  # a truth value, which is its kind
-                    fields[field] = (head & 15) == 1
-                case 3:
-                    fields[field] = self.byte()
-                case 4 | 5 | 6:
-                    fields[field] = self.number()
-                case 7:
-                    self.at += 8
-                case 8:
-                    nbytes = self.varint()
-                    self.at += nbytes
-                case kind if kind == _STRUCT:
-                    fields[field] = self.struct()
-                case kind:  # no header has a list, a set or a map
-                    raise ValueError(f"a field of kind {kind}")
+            kind = head & 15
+            # A truth value is its kind.
+            fields[field] = kind == 1 if kind in {1, 2} else self.value(kind)
         return fields
+
+    def value(self, kind: int) -> Any:
+        """Returns a number, a list or a struct; None for what is not looked at."""
+        match kind:
+            case 1 | 2 | 3:
+                return self.byte()
+            case 4 | 5 | 6:
+                return self.number()
+            case 7:
+                self.skip(8)
+            case 8:
+                self.skip(self.varint())
+            case 9:
+                head = self.byte()
+                count = head >> 4 if head >> 4 < 15 else self.varint()
+                return [self.value(head & 15) for _ in range(count)]
+            case 12:
+                return self.struct()
+            case _:  # neither a footer nor a header of a page has a set or a map
+                raise ValueError(f"a field of kind {kind}")
+        return None
+
+    def skip(self, nbytes: int) -> None:
+        self.at += nbytes
+        if self.at > len(self._data):
+            raise IndexError(self.at)

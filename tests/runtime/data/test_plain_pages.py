@@ -196,3 +196,72 @@ def test_a_damaged_file_is_refused_or_read_as_arrow_reads_it(
     else:
         if counted.calls == 0:  # then what was damaged says nothing of values
             np.testing.assert_array_equal(found, X[60:90])
+
+
+NBYTES = b"\x15\xe0\x03"  # 240, which 30 numbers of 8 bytes have
+HEADERS = {
+    "a number without an end": b"\x15" + b"\xff" * 600,
+    "structs in structs": b"\x1c" * 600,
+    "a text that ends behind the file": b"\x18" + b"\xff" * 6 + b"\x01",
+    "a list that ends behind the file": b"\x19\xf7" + b"\xff" * 6 + b"\x01",
+    "a count that is a struct": b"\x15\0" + 2 * NBYTES + b"\x2c\x1c\0\x15\0\0\0",
+    "a count that is a text": b"\x15\0" + 2 * NBYTES + b"\x2c\x18\0\x15\0\0\0",
+    "no values": b"\x15\0" + 2 * NBYTES + b"\x2c\x15\0\x15\0\0\0",
+    "fewer than none": b"\x15\0" + 2 * b"\x15\xdf\x03" + b"\x2c\x15\x3b\x15\0\0\0",
+    "more than there are": b"\x15\0" + 2 * b"\x15\xf0\x03" + b"\x2c\x15\x3e\x15\0\0\0",
+    "of another size": b"\x15\0" + 2 * NBYTES + b"\x2c\x15\x3e\x15\0\0\0",
+}
+
+
+def patched(tmp_path: Path, old: bytes, new: bytes) -> tuple[Any, Counted]:
+    """Returns a reader of a column ``l``, of whose last row group this is changed."""
+    columns = table(is_nullable=False).select(["l"])
+    path = written(tmp_path / "a.parquet", columns.slice(0, 90))
+    content = bytearray(path.read_bytes())
+    place = content.rindex(old) if old else offset_of(path)
+    content[place : place + len(new)] = new
+    path.write_bytes(content)
+    return opened(path)
+
+
+def offset_of(path: Path) -> int:
+    chunk = parquet.ParquetFile(path).metadata.row_group(2).column(0)
+    return int(chunk.data_page_offset)
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+def test_a_header_that_lies_leaves_the_page_to_arrow(
+    tmp_path: Path, header: bytes
+) -> None:
+    reader, counted = patched(tmp_path, b"", header[:240])
+    assert reader.read(0, np.arange(60))["l"].tolist() == COLUMNS["l"][:60].tolist()
+    assert counted.calls == 0
+    with pytest.raises((SourceError, OSError)):
+        reader.read(0, np.arange(60, 90))
+    assert counted.calls == 1
+
+
+@pytest.mark.parametrize("codec", [b"\x7f", b"\x12"])
+def test_a_codec_that_there_is_not_is_refused_and_ends_no_process(
+    tmp_path: Path, codec: bytes
+) -> None:
+    # The path of the column, a list of one text, and its codec, which is 0.
+    path = b"\x19\x18\x01l\x15"
+    reader, counted = patched(tmp_path, path + b"\0", path + codec)
+    with pytest.raises((SourceError, OSError)):
+        reader.read(0, np.arange(60, 90))
+    assert counted.calls == 1
+
+
+def test_a_page_before_the_file_is_left_to_arrow(tmp_path: Path) -> None:
+    columns = table(is_nullable=False).select(["l"])
+    path = written(tmp_path / "a.parquet", columns.slice(0, 90))
+    number = 2 * offset_of(path)  # as the footer has it, after the number of its field
+    field = bytes([0x26, number & 127 | 128, number >> 7])
+    content = path.read_bytes()
+    assert field in content
+    path.write_bytes(content.replace(field, bytes([field[0], field[1] | 1, field[2]])))
+    reader, counted = opened(path)
+    with pytest.raises(ValueError, match="offset"):
+        reader.read(0, np.arange(60, 90))
+    assert counted.calls == 1
