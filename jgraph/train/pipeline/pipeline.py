@@ -537,7 +537,6 @@ class Pipeline:
         return passes
 
     def _whole_loss(self, params: Sequence[Tree], x: Tree, targets: Tree) -> Any:
-        self._check_params(params)
         outputs = self.apply(params, x)
         with device(self.devices[-1]):
             return self._loss(outputs, targets)

@@ -8,6 +8,7 @@ import numpy as np
 
 from jgraph.errors import PipelineError
 from jgraph.graph.device import as_spec
+from jgraph.train.counts import is_count
 
 TaskArray: TypeAlias = (
     int | Sequence[str] | Sequence[Sequence[str]] | np.ndarray[Any, Any]
@@ -44,7 +45,7 @@ def task_rows(tasks: TaskArray, replicas: int | None = None) -> Rows:
       >>> task_rows(["ps:0", "ps:1"], 2)
       (('ps:0',), ('ps:1',))
     """
-    if replicas is not None and not is_count(replicas):
+    if replicas is not None and not is_count(replicas, 1):
         raise PipelineError(
             f"replicas is {replicas!r}; give how many copies of the pipeline there "
             "are, a whole number from 1 on"
@@ -59,16 +60,6 @@ def task_rows(tasks: TaskArray, replicas: int | None = None) -> Rows:
     if len(rows) > 1:
         _refuse_shared(rows)
     return rows
-
-
-def is_count(value: object) -> bool:
-    """Whether this is a whole number from 1 on.
-
-    Example:
-      >>> is_count(2), is_count(0), is_count(True), is_count(2.0)
-      (True, False, False, False)
-    """
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def dealt(devices: Sequence[str], replicas: int) -> Rows:
