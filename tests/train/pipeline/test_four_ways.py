@@ -18,6 +18,7 @@ from jgraph.client.session import Session
 from jgraph.errors import RowIdError
 from jgraph.plan.plan import Plan
 from jgraph.train.pipeline.step import PipelineStep
+from tests.support.layers import squares
 from tests.support.plans import assert_same
 from tests.support.servers import connected
 
@@ -46,10 +47,6 @@ def layers(params: Any, h: Any) -> Any:
 
 def below(params: Any, x: Any) -> Any:
     return layers(params, x["words"].mean(1) + x["other"])
-
-
-def squares(y: Any, t: Any) -> Any:
-    return ((y - t) ** 2).mean()
 
 
 def start() -> dict[str, Any]:

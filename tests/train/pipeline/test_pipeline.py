@@ -16,6 +16,7 @@ from jgraph.errors import FeedError, PipelineError
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program.nodes import SegmentNode
 from jgraph.plan.schedule import Pass, schedule
+from tests.support.layers import Embed, Head, layer, next_token, params_of, squares
 from tests.support.plans import (
     FAST,
     PS,
@@ -28,21 +29,6 @@ from tests.support.plans import (
 )
 
 WIDTH = 6
-
-
-def layer(params: Any, x: Any) -> Any:
-    return jnp.tanh(x @ params["w"] + params["b"])
-
-
-def squares(y: Any, t: Any) -> Any:
-    return ((y - t) ** 2).mean()
-
-
-def params_of(stages: int) -> list[dict[str, Any]]:
-    keys = jax.random.split(jax.random.key(1), stages)
-    return [
-        {"w": jax.random.normal(k, (WIDTH, WIDTH)), "b": jnp.ones(WIDTH)} for k in keys
-    ]
 
 
 def batch(size: int = 8) -> tuple[Any, Any]:
@@ -93,7 +79,7 @@ def test_a_step_is_that_of_the_model_in_one_piece(
         schedule=name,
         tasks=tasks,
     )
-    params, tx, (x, t) = params_of(stages), optax.sgd(0.5), batch()
+    params, tx, (x, t) = params_of(stages, WIDTH), optax.sgd(0.5), batch()
     made, values = planned(pipe, params, tx, x, t)
     (loss,), after = simulated(made, values, (x, t), FAST)
     wanted = whole_step([layer] * stages, params, tx, x, t)
@@ -114,7 +100,7 @@ def test_every_task_runs_its_passes_in_the_order_of_the_schedule(
     pipe = jg.Pipeline(
         [layer] * stages, squares, microbatches=4, schedule=name, tasks=tasks
     )
-    made, _ = planned(pipe, params_of(stages), optax.sgd(0.5), *batch())
+    made, _ = planned(pipe, params_of(stages, WIDTH), optax.sgd(0.5), *batch())
     for number, row in enumerate(pipe.schedule.rows):
         names = [
             s.label.removesuffix(" and back")
@@ -130,7 +116,9 @@ def test_more_microbatches_are_more_segments_of_the_same_code() -> None:
     codes = []
     for microbatches in (2, 5):
         pipe = jg.Pipeline([layer] * 2, squares, microbatches=microbatches)
-        made, _ = planned(pipe, params_of(2), optax.sgd(0.5), *batch(microbatches * 2))
+        made, _ = planned(
+            pipe, params_of(2, WIDTH), optax.sgd(0.5), *batch(microbatches * 2)
+        )
         passes = [s for s in made.segments if "@" in s.label]
         assert len(passes) == 3 * microbatches
         codes.append(len({s.digest for s in passes}))
@@ -139,7 +127,7 @@ def test_more_microbatches_are_more_segments_of_the_same_code() -> None:
 
 def test_equal_stages_share_their_code() -> None:
     pipe = jg.Pipeline([layer] * 4, squares, microbatches=4)
-    made, _ = planned(pipe, params_of(4), optax.sgd(0.5), *batch())
+    made, _ = planned(pipe, params_of(4, WIDTH), optax.sgd(0.5), *batch())
     middle = [s for s in made.segments if "@1" in s.label or "@2" in s.label]
     assert len({s.digest for s in middle}) == 3
 
@@ -155,31 +143,13 @@ def kept_by(made: Plan, label: str) -> list[str]:
 
 def test_a_pass_keeps_no_parameter_and_nothing_that_is_cheap_to_make_again() -> None:
     pipe = jg.Pipeline([layer] * 2, squares, microbatches=2)
-    made, _ = planned(pipe, params_of(2), optax.sgd(0.5), *batch(4))
+    made, _ = planned(pipe, params_of(2, WIDTH), optax.sgd(0.5), *batch(4))
     # The output alone: 1 - tanh(…) ** 2 follows from it.
     assert kept_by(made, "F0@0") == ["float32[2,6]"]
 
 
-class Embed(nn.Module):
-    @nn.compact
-    def __call__(self, ids: Any) -> Any:
-        return {"h": nn.Embed(10, WIDTH)(ids), "ids": ids}
-
-
-class Head(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return nn.Dense(10)(x["h"]), x["ids"]
-
-
-def next_token(outputs: Any, t: Any) -> Any:
-    logits, ids = outputs
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, t + 0 * ids)
-    return losses.mean()
-
-
 def test_linen_stages_and_integers_between_them() -> None:
-    stages = [Embed(), Head()]
+    stages = [Embed(WIDTH), Head()]
     pipe = jg.Pipeline(stages, next_token, microbatches=2)
     ids = jnp.arange(8, dtype=jnp.int32).reshape(4, 2)
     params = pipe.init(0, ids)
@@ -215,7 +185,7 @@ def test_nnx_stages() -> None:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_gradients_of_the_input_are_those_of_the_whole_batch(name: Any) -> None:
     pipe = jg.Pipeline([layer] * 2, squares, microbatches=4, schedule=name)
-    params, (x, t) = params_of(2), batch()
+    params, (x, t) = params_of(2, WIDTH), batch()
 
     def whole(x: Any) -> Any:
         return squares(layer(params[1], layer(params[0], x)), t)
@@ -232,7 +202,7 @@ def test_a_checkpointed_stage_keeps_its_input_only() -> None:
     sizes = []
     for stage in (deep, jax.checkpoint(deep)):
         pipe = jg.Pipeline([stage] * 2, squares, microbatches=2)
-        made, _ = planned(pipe, params_of(2), optax.sgd(0.5), *batch(4))
+        made, _ = planned(pipe, params_of(2, WIDTH), optax.sgd(0.5), *batch(4))
         sizes.append(len(kept_by(made, "F0@0")))
     assert sizes == [3, 1]
 
@@ -251,7 +221,7 @@ def refused(sentence: str, **changed: Any) -> None:
     x, t = batch(changed.pop("size", 8))
     stages = changed.pop("stages", [layer, layer])
     loss = changed.pop("loss", squares)
-    params = changed.pop("params", params_of(2))
+    params = changed.pop("params", params_of(2, WIDTH))
 
     def run() -> None:
         pipe = jg.Pipeline(stages, loss, microbatches=4, **changed)
@@ -267,7 +237,7 @@ def test_what_cannot_be_a_pipeline_is_refused_with_a_sentence() -> None:
     refused("stage 1 .'int'. is no stage", stages=[layer, 3])
     refused("there are 'gpipe', '1f1b' and 'interleaved'", schedule="zigzag")
     refused("there are 2 stages for 1 tasks", tasks=1)
-    refused("params has 1 trees and there are 2 stages", params=params_of(1))
+    refused("params has 1 trees and there are 2 stages", params=params_of(1, WIDTH))
     refused(
         r"stage 1 \('layer'\) does not take float32\[2,3\]: dot_general requires",
         stages=[lambda p, x: x[:, :3], layer],
@@ -286,7 +256,7 @@ def test_a_batch_that_the_microbatches_do_not_divide_is_refused() -> None:
     with pytest.raises(
         FeedError, match="x has 10 examples, which cannot be cut into 4"
     ):
-        pipe.value_and_grad(params_of(1), *batch(10))
+        pipe.value_and_grad(params_of(1, WIDTH), *batch(10))
 
 
 def test_modules_with_other_state_and_functions_have_no_initial_parameters() -> None:
@@ -305,7 +275,7 @@ def test_modules_with_other_state_and_functions_have_no_initial_parameters() -> 
 def test_a_stage_that_reads_a_variable_itself_is_refused() -> None:
     w = jg.Variable("w", jnp.ones(WIDTH))
     pipe = jg.Pipeline([lambda p, x: x * w[...]], squares, microbatches=1)
-    step = pipe.step(params_of(1), optax.sgd(0.1))
+    step = pipe.step(params_of(1, WIDTH), optax.sgd(0.1))
     with pytest.raises(PipelineError, match="reads a variable itself; give its value"):
         step.train.graph(*batch())
 
@@ -316,7 +286,7 @@ def test_half_precision_stages_cast_their_parameters_again() -> None:
         return jnp.tanh(x.astype(jnp.bfloat16) @ w)
 
     pipe = jg.Pipeline([half] * 2, squares, microbatches=2, schedule="gpipe")
-    made, _ = planned(pipe, params_of(2), optax.sgd(0.5), *batch(4))
+    made, _ = planned(pipe, params_of(2, WIDTH), optax.sgd(0.5), *batch(4))
     assert "bfloat16[2,6]" in kept_by(made, "F0@0")
     for number in (0, 1):
         types = {str(t) for t in made.program.partition(WORKERS[number]).values}

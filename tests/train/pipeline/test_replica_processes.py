@@ -14,6 +14,7 @@ import jgraph as jg
 from jgraph.errors import ClusterError
 from jgraph.launch.local.cluster import LocalCluster
 from jgraph.train.pipeline.step import PipelineStep
+from tests.support.layers import squares
 from tests.support.plans import assert_same
 
 pytestmark = [pytest.mark.usefixtures("nothing_is_left"), pytest.mark.procs]
@@ -29,10 +30,6 @@ def below(w: Any, x: Any) -> Any:
 
 def above(w: Any, h: Any) -> Any:
     return h @ w
-
-
-def squares(y: Any, t: Any) -> Any:
-    return ((y - t) ** 2).mean()
 
 
 def start() -> dict[str, Any]:

@@ -4,7 +4,6 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +19,7 @@ from jgraph.plan.plan import Plan, plan
 from jgraph.train.pipeline.replicas import task_rows
 from jgraph.train.pipeline.step import PipelineStep
 from tests.support.graph_interpreter import Compiled
+from tests.support.layers import Embed, Head, layer, next_token, params_of, squares
 from tests.support.plans import (
     EXACT,
     FAST,
@@ -34,21 +34,6 @@ from tests.support.plans import (
 WIDTH, MICROBATCHES = 4, 2
 NINE = [TaskName(f"/job:worker/task:{n}") for n in range(9)]
 ARRAY = [[NINE[0], NINE[1]], [NINE[2], NINE[3]]]
-
-
-def layer(params: Any, x: Any) -> Any:
-    return jnp.tanh(x @ params["w"] + params["b"])
-
-
-def squares(y: Any, t: Any) -> Any:
-    return ((y - t) ** 2).mean()
-
-
-def params_of(stages: int) -> list[dict[str, Any]]:
-    keys = jax.random.split(jax.random.key(1), stages)
-    return [
-        {"w": jax.random.normal(k, (WIDTH, WIDTH)), "b": jnp.ones(WIDTH)} for k in keys
-    ]
 
 
 def batch(size: int = 12, seed: int = 2) -> Any:
@@ -247,26 +232,8 @@ def test_gradients_of_the_input_are_those_of_the_whole_batch() -> None:
     assert_same(gradient, wanted, exact=False)
 
 
-class Embed(nn.Module):
-    @nn.compact
-    def __call__(self, ids: Any) -> Any:
-        return {"h": nn.Embed(10, WIDTH)(ids), "ids": ids}
-
-
-class Head(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return nn.Dense(10)(x["h"]), x["ids"]
-
-
-def next_token(outputs: Any, t: Any) -> Any:
-    logits, ids = outputs
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, t + 0 * ids)
-    return losses.mean()
-
-
 def test_replicas_of_linen_stages_with_integers_between_them() -> None:
-    stages = [Embed(), Head()]
+    stages = [Embed(WIDTH), Head()]
     pipe = jg.Pipeline(stages, next_token, microbatches=2, replicas=2)
     ids = jnp.arange(16, dtype=jnp.int32).reshape(8, 2) % 10
     params = pipe.init(0, ids)

@@ -15,6 +15,7 @@ from jgraph.client.cluster import Cluster
 from jgraph.client.session import Session
 from jgraph.errors import CheckpointError, PipelineError, RowIdError
 from jgraph.train.pipeline.step import PipelineStep
+from tests.support.layers import squares
 from tests.support.plans import assert_same
 
 ROWS, WIDTH, BATCH, WORDS = 1000, 4, 8, 2
@@ -27,10 +28,6 @@ def below(params: Any, x: Any) -> Any:
 
 def above(params: Any, h: Any) -> Any:
     return h @ params
-
-
-def squares(y: Any, t: Any) -> Any:
-    return ((y - t) ** 2).mean()
 
 
 def start() -> tuple[list[Any], Any]:
