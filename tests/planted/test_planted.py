@@ -480,6 +480,13 @@ BUGS: Final = {
         "tests/simulation/test_rescales.py::"
         "test_a_master_that_is_a_ps_and_leaves_gives_away_what_it_has_first",
     ),
+    "a run that no worker trains moves to a ps that takes no program": Bug(
+        "server/runs/rescaling/rescaler.py",
+        "if loops and attempt.left_out.issuperset(loop.task for loop in loops):",
+        "if False:",
+        "tests/simulation/test_rescales.py::"
+        "test_a_run_that_no_worker_trains_stays_where_programs_are_taken",
+    ),
     "a run that rests for a ps fails if that leaves for good": Bug(
         "server/runs/supervisor.py",
         "        if not (leaving := self._restarting):"

@@ -18,6 +18,7 @@ from tests.support.simulation.ps_runs import (
     dies_when_switched,
     link_is_silent,
     master_leaves,
+    nobody_trains,
     rescaled,
 )
 
@@ -66,6 +67,14 @@ def test_a_run_whose_client_alone_knows_of_a_switch_goes_back_to_the_ps_before()
 def test_an_update_that_a_dead_worker_left_is_made_before_variables_move() -> None:
     """A ps computes it for up to a second; all other loops have ended long before."""
     assert switches_of(dies_as_loops_end, RUNS // 16)
+
+
+@pytest.mark.row(46)
+def test_a_run_that_no_worker_trains_stays_where_programs_are_taken() -> None:
+    """While workers are lost no program is given to a ps that has joined, and hangs."""
+    for seed in range(FIRST, FIRST + max(3, RUNS // 64)):
+        world = rescaled(seed, nobody_trains)
+        assert (world.switches, world.restores) == ([], 0)
 
 
 @pytest.mark.row(12, 46)

@@ -180,6 +180,14 @@ async def dies_as_loops_end(world: RescaledWorld) -> None:
         await asyncio.sleep(2 * STANDBYS_S)
 
 
+async def nobody_trains(world: RescaledWorld) -> None:
+    """All workers die as a ps joins that takes no program, and come back later."""
+    await asyncio.sleep(2 * STANDBYS_S)
+    PsFaults(world).join(world, "hangs")
+    for task in world.staying():
+        world.kill(task, 20.0)
+
+
 async def dies_as_it_goes_back(world: RescaledWorld) -> None:
     """A ps is lost, and then the master that takes the run back for it."""
     await asyncio.sleep(world.chance.uniform(2 * STANDBYS_S, 3 * STANDBYS_S))
