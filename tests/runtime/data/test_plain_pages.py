@@ -262,6 +262,6 @@ def test_a_page_before_the_file_is_left_to_arrow(tmp_path: Path) -> None:
     assert field in content
     path.write_bytes(content.replace(field, bytes([field[0], field[1] | 1, field[2]])))
     reader, counted = opened(path)
-    with pytest.raises(ValueError, match="offset"):
+    with pytest.raises(OSError, match="corrupt"):
         reader.read(0, np.arange(60, 90))
     assert counted.calls == 1
