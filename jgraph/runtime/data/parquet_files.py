@@ -10,7 +10,7 @@ group, and to decode a small one twice costs less than to write it.
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -268,12 +268,7 @@ class ParquetReader:
         starts = self._groups[part][numbers[0] : numbers[-1] + 2]
         size = starts[-1] - starts[0] if self._is_sized else np.diff(starts).max()
         first, pieces = int(starts[0]), []
-        for batch in self._opened[part].iter_batches(
-            batch_size=max(int(size), 1),
-            row_groups=list(numbers),
-            columns=self._columns,
-            use_threads=self._threads,
-        ):
+        for batch in self._batches(part, numbers, max(int(size), 1)):
             arrays = {
                 name: self._array(batch.column(name), name, part)
                 for name in self._columns
@@ -287,6 +282,21 @@ class ParquetReader:
                 file=str(self._files[part]),
             )
         return pieces
+
+    def _batches(self, part: int, numbers: Sequence[int], size: int) -> Iterator[Any]:
+        file = str(self._files[part])
+        try:
+            yield from self._opened[part].iter_batches(
+                batch_size=size,
+                row_groups=list(numbers),
+                columns=self._columns,
+                use_threads=self._threads,
+            )
+        except (OSError, ValueError, NotImplementedError) as error:
+            raise SourceError(
+                f"{file} cannot be read: {error}; write it anew if it is damaged",
+                file=file,
+            ) from error
 
     def _array(self, column: Any, name: str, part: int) -> Array:
         where = f"column '{name}' of {self._files[part]}"
