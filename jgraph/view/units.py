@@ -1,4 +1,4 @@
-"""Text of quantities: bytes, FLOPs, counts, lists of names."""
+"""Text of quantities: bytes, FLOPs, times, counts, lists of names."""
 
 from collections.abc import Sequence
 
@@ -35,6 +35,16 @@ def flops_text(count: float) -> str:
         count /= 1000
         units.pop(0)
     return f"{count:.1f} {units[0]}FLOP"
+
+
+def ms_text(seconds: float) -> str:
+    """Returns a time in milliseconds for people.
+
+    Example:
+      >>> ms_text(0.0591234)
+      '59.1 ms'
+    """
+    return f"{1e3 * seconds:.3g} ms"
 
 
 def count_text(count: int, noun: str) -> str:

@@ -14,6 +14,7 @@ from jgraph.plan.auto.auto import AutoPlanner, Prediction
 from jgraph.plan.auto.cost_model import CostModel
 from jgraph.plan.plan import Plan
 from jgraph.view import markup
+from jgraph.view.units import ms_text
 
 Times: TypeAlias = Sequence[float]
 
@@ -72,15 +73,13 @@ class AutoReport:
     def __str__(self) -> str:
         lines = []
         for row in self.rows:
-            measurement = (
-                f"{1e3 * row['measured_s']:.3g} ms" if row["runs"] else "not run"
-            )
+            measurement = ms_text(row["measured_s"]) if row["runs"] else "not run"
             alone = ""
             if row["alone_s"] is not None:
-                alone = f", all on one task predicted {1e3 * row['alone_s']:.3g} ms"
+                alone = f", all on one task predicted {ms_text(row['alone_s'])}"
             lines.append(
                 f"{row['name']} on {', '.join(row['tasks'])}: predicted "
-                f"{1e3 * row['predicted_s']:.3g} ms, measured {measurement} "
+                f"{ms_text(row['predicted_s'])}, measured {measurement} "
                 f"(median of {row['runs']}){alone}"
             )
         return "\n".join(lines) or "no step was placed yet"

@@ -19,12 +19,12 @@ from jgraph.plan.analysis.flow import Flow
 from jgraph.plan.auto.blocks import Blocks, blocks_of
 from jgraph.plan.auto.cost_model import CostModel
 from jgraph.plan.auto.predict import Predicted, predict
-from jgraph.plan.auto.search import Assignment, Search, nbytes_over
+from jgraph.plan.auto.search import Assignment, Search, nbytes_over, over_text
 from jgraph.plan.partition.segments import cut
 from jgraph.plan.placement.colocate import colocated_with, with_resolved_stamps
 from jgraph.plan.placement.place import place, stamped_tasks, state_groups
 from jgraph.plan.placement.tasks import Tasks, asked_tasks, assign_variables
-from jgraph.view.units import bytes_text
+from jgraph.view.units import bytes_text, ms_text
 
 GAIN: Final = 0.9
 """Several tasks are used if they take at most this part of the time of one."""
@@ -50,13 +50,13 @@ class Prediction:
 
     def __str__(self) -> str:
         tasks = [
-            f"{task} computes {1e3 * self.by_task.get(task, 0.0):.3g} ms with "
+            f"{task} computes {ms_text(self.by_task.get(task, 0.0))} with "
             f"{bytes_text(nbytes)}"
             for task, nbytes in sorted(self.memory.items())
             if nbytes or task in self.by_task
         ]
-        alone = [f"all on {t}: {1e3 * s:.3g} ms" for t, s in self.alone.items()]
-        text = "; ".join([f"predicted {1e3 * self.seconds:.3g} ms per step", *alone])
+        alone = [f"all on {t}: {ms_text(s)}" for t, s in self.alone.items()]
+        text = "; ".join([f"predicted {ms_text(self.seconds)} per step", *alone])
         return "\n".join([text, *(f"  {line}" for line in tasks)])
 
 
@@ -213,15 +213,10 @@ class _Arranging:
 
     def _too_large(self, memory: Mapping[TaskName, int]) -> MemoryLimitError:
         limits = self.planner.limits
-        rows = [
-            f"{task} needs {bytes_text(nbytes)} of the {bytes_text(limits[task])} that "
-            "it may use"
-            for task, nbytes in sorted(memory.items())
-            if nbytes > limits.get(task, nbytes)
-        ]
+        over = over_text(limits, dict(sorted(memory.items())))
         return MemoryLimitError(
             f"'{self.flow.graph.name}' does not fit: in the best arrangement found "
-            f"{', '.join(rows)}, for variables and the most of other values at a time; "
+            f"{over}, for variables and the most of other values at a time; "
             "give jg.auto a larger memory_limit, or more tasks, or a smaller batch",
             memory=[f"{task} {nbytes}" for task, nbytes in sorted(memory.items())],
             limits=[f"{task} {nbytes}" for task, nbytes in sorted(limits.items())],

@@ -21,9 +21,10 @@ from typing import TypeAlias, final
 from jgraph.errors import MemoryLimitError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.auto.cost_model import CostModel
+from jgraph.plan.auto.search import over_text
 from jgraph.plan.auto.work import Work
 from jgraph.view import markup
-from jgraph.view.units import bytes_text, count_text, flops_text
+from jgraph.view.units import bytes_text, count_text, flops_text, ms_text
 
 Bounds: TypeAlias = tuple[int, ...]
 """Stage ``s`` has the layers from ``bounds[s]`` on, before ``bounds[s + 1]``."""
@@ -150,8 +151,8 @@ class StageCost:
         limit = "" if self.limit is None else f" of {bytes_text(self.limit)}"
         work = f"{flops_text(self.flops)} at {flops_text(self.flops_per_s)}/s"
         return (
-            f"{self.task}: {layers}, {work}, computes {_ms(self.computing_s)}, sends "
-            f"{_ms(self.sending_s)}, {bytes_text(self.nbytes)}{limit}"
+            f"{self.task}: {layers}, {work}, computes {ms_text(self.computing_s)}, "
+            f"sends {ms_text(self.sending_s)}, {bytes_text(self.nbytes)}{limit}"
         )
 
 
@@ -189,8 +190,8 @@ class Balance:
         title = (
             f"{count_text(self.stages[-1].end, 'layer')} on "
             f"{count_text(len(self.stages), 'task')}: the slowest stage takes "
-            f"{_ms(self.slowest_s)} for a microbatch, and {_ms(self.even_s)} if all "
-            "had as many layers"
+            f"{ms_text(self.slowest_s)} for a microbatch, and {ms_text(self.even_s)} "
+            "if all had as many layers"
         )
         return "\n".join([title, *(f"  {stage}" for stage in self.stages)])
 
@@ -222,13 +223,13 @@ class Chain:
     limits: Mapping[TaskName, int]
     waiting: int = 0
     _seconds: list[list[float]] = field(default_factory=list)
-    _sums: dict[str, list[int]] = field(default_factory=dict)
+    _sums: list[list[int]] = field(default_factory=list)
     _extra: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name in ("stored_nbytes", "gradient_nbytes", "held_nbytes"):
             sizes = (getattr(layer, name) for layer in self.layers)
-            self._sums[name] = [0, *accumulate(sizes)]
+            self._sums.append([0, *accumulate(sizes)])
         hosts = [self.model.tasks[task].host for task in self.tasks]
         for task, host in zip(self.tasks, hosts, strict=True):
             # Once the pipeline is full, all of its tasks compute.
@@ -298,9 +299,7 @@ class Chain:
         return max(0, self._nbytes(stage, first, end) - limit)
 
     def _nbytes(self, stage: int, first: int, end: int) -> int:
-        stored, gradients, held = (
-            sums[end] - sums[first] for sums in self._sums.values()
-        )
+        stored, gradients, held = (sums[end] - sums[first] for sums in self._sums)
         values = self.most_held[stage] * (
             held + self.layers[end - 1].held_output_nbytes
         )
@@ -308,22 +307,15 @@ class Chain:
         return stored + gradients + values + (0 if stage else self.waiting)
 
     def _too_large(self, bounds: Bounds) -> MemoryLimitError:
-        over = [s for s in self._stages(bounds) if s.nbytes > (s.limit or s.nbytes)]
-        rows = [
-            f"{stage.task} needs {bytes_text(stage.nbytes)} of the "
-            f"{bytes_text(stage.limit or 0)} that it may use"
-            for stage in over
-        ]
+        stages = self._stages(bounds)
+        over = [s for s in stages if s.limit is not None and s.nbytes > s.limit]
+        used = {stage.task: stage.nbytes for stage in over}
         return MemoryLimitError(
             f"{count_text(len(self.layers), 'layer')} do not fit "
             f"{count_text(len(self.tasks), 'task')}: in the best cut found "
-            f"{', '.join(rows)}, for variables, gradients, and what is kept of "
-            "microbatches; give jg.auto a larger memory_limit, or more tasks, or more "
-            "microbatches",
+            f"{over_text(self.limits, used)}, for variables, gradients, and what "
+            "is kept of microbatches; give jg.auto a larger memory_limit, or more "
+            "tasks, or more microbatches",
             memory=[f"{stage.task} {stage.nbytes}" for stage in over],
             limits=[f"{stage.task} {stage.limit}" for stage in over],
         )
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

@@ -17,6 +17,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.plan.auto.blocks import Blocks
 from jgraph.plan.auto.cost_model import CostModel
 from jgraph.plan.auto.timing import Job, Jobs, timing_of
+from jgraph.view.units import bytes_text
 
 Assignment: TypeAlias = tuple[TaskName, ...]
 """A task for each group of blocks."""
@@ -225,6 +226,21 @@ class Search:
                 if all(assignment[blocks[u].group] == home for u in passed.users):
                     sizes[number] = 0
         return Jobs(tuple(jobs), sizes, tuple(feeds), tuple(fetches), self.driver)
+
+
+def over_text(limits: Mapping[TaskName, int], used: Mapping[TaskName, int]) -> str:
+    """Returns which tasks need more bytes than they may use, for people.
+
+    Example:
+      >>> over_text({"/job:worker/task:0": 10}, {"/job:worker/task:0": 12})
+      '/job:worker/task:0 needs 12 B of the 10 B that it may use'
+    """
+    return ", ".join(
+        f"{task} needs {bytes_text(nbytes)} of the {bytes_text(limits[task])} that it "
+        "may use"
+        for task, nbytes in used.items()
+        if nbytes > limits.get(task, nbytes)
+    )
 
 
 def nbytes_over(limits: Mapping[TaskName, int], used: Mapping[TaskName, int]) -> int:

@@ -22,7 +22,7 @@ from jgraph.testing.scale.computing import Computing
 from jgraph.testing.scale.costs import Costs, load_costs
 from jgraph.testing.scale.synchronous import SynchronousRun
 from jgraph.testing.virtual_time import Simulation
-from jgraph.view.units import bytes_text
+from jgraph.view.units import bytes_text, ms_text
 
 Mode: TypeAlias = Literal["sync", "async"]
 NOT_MODELLED: Final = (
@@ -69,9 +69,9 @@ class Simulated:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        steps = ", ".join(f"{p} {_ms(s)}" for p, s in self.step_s.items())
+        steps = ", ".join(f"{p} {ms_text(s)}" for p, s in self.step_s.items())
         busy = ", ".join(f"{name} {100 * x:.0f} %" for name, x in self.busy.items())
-        machines = ", ".join(f"{n} {_ms(s)}" for n, s in self.machine_s.items())
+        machines = ", ".join(f"{n} {ms_text(s)}" for n, s in self.machine_s.items())
         each = "update" if self.mode == "sync" else "step"
         return "\n".join(
             [
@@ -295,7 +295,3 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 def _each(cpu_s: Mapping[str, float], count: int) -> dict[str, float]:
     return {name: seconds / count for name, seconds in cpu_s.items()}
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

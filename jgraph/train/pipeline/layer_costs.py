@@ -74,14 +74,11 @@ def _cost(passes: StagePasses, params: Leaves, inputs: Tree, stored: int) -> Lay
         return [*results, *residuals, *back[0], *back[1]]
 
     jaxpr, _, _ = _compat.make_jaxpr(both, params, jax.tree.leaves(inputs), floats)
-    output_vars = {
-        v for v in jaxpr.outvars[: len(outputs)] if not isinstance(v, Literal)
-    }
-    residual_vars = {
-        v
-        for v in jaxpr.outvars[len(outputs) : len(outputs) + num_residuals]
-        if not isinstance(v, Literal)
-    }
+    values = jaxpr.outvars[: len(outputs) + num_residuals]
+    output_vars, residual_vars = (
+        {v for v in part if not isinstance(v, Literal)}
+        for part in (values[: len(outputs)], values[len(outputs) :])
+    )
     bodies = [
         _compat.open_jaxpr(body)
         for equation in jaxpr.eqns

@@ -24,7 +24,7 @@ from jgraph.train.step.host_parts import least_on_host
 from jgraph.train.strategies.options import SyncPS
 from jgraph.train.tables.row_step import Sparse
 from jgraph.train.tables.row_tables import find_row_tables
-from jgraph.view.units import bytes_text
+from jgraph.view.units import bytes_text, ms_text
 
 Tables: TypeAlias = tuple[frozenset[str], int]
 """Names of parameters of which rows travel, and the bytes of all other parameters."""
@@ -73,8 +73,8 @@ def choose_owners(
     there, other = ("workers", "ps") if by_workers <= by_ps else ("ps", "workers")
     why = (
         f"dense='auto': {bytes_text(nbytes)} on {there}, as the busiest link is busy "
-        f"for {1e3 * min(by_ps, by_workers):.3g} ms of a step then, and for "
-        f"{1e3 * max(by_ps, by_workers):.3g} ms if the {other} hold them"
+        f"for {ms_text(min(by_ps, by_workers))} of a step then, and for "
+        f"{ms_text(max(by_ps, by_workers))} if the {other} hold them"
     )
     return (owners if there == "workers" else None), why
 
