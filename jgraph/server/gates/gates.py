@@ -22,7 +22,7 @@ from jgraph.server.gates.group_host import GroupHost
 from jgraph.server.gates.stale_gate import StaleGate
 from jgraph.server.gates.step_columns import check_lengths, columns_of, steps_of
 from jgraph.server.gates.sync_gate import SyncGateShell
-from jgraph.server.gates.timers import CallLater, Timer
+from jgraph.server.gates.timers import AGAIN_S, CallLater, Timer
 from jgraph.server.gates.waits import Waits
 
 if TYPE_CHECKING:
@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from jgraph.server.gates.host_sums import HostSums, Submit
 
 OnContributed: TypeAlias = Callable[[Contributed], None]
-_AGAIN_S: Final = 0.2
 _TRIES: Final = 20
-"""So long after a link was lost a gate is told again that it is closed; how often."""
+"""So often a gate is told again that it is closed."""
 _OLDEST: Final = 64
 """Updates that are older are told as if of this age: a status has an end."""
 
@@ -235,7 +234,7 @@ class Gates:
             if peer in self._shards.get(name, ()):
                 opening = self._openings.get(name, "")
                 again = partial(self._close_again, name, peer, opening)
-                self._call_later(_AGAIN_S, again)
+                self._call_later(AGAIN_S, again)
         for name, gate in list(self._opened.items()):
             if isinstance(gate, SyncGateShell) and gate.host_sums is not None:
                 gate.host_sums.link_lost(peer)
@@ -259,19 +258,11 @@ class Gates:
         # A gate is opened by calls of a master, which may overtake these messages.
         if event.opening != self._openings.get(event.gate):
             return
-        if event.HasField("group"):
-            gate = self._opened.get(event.gate)
-            if isinstance(gate, SyncGateShell) and gate.sums is not None:
-                gate.sums.received(src, event.group, tensors)
-            return
-        if event.HasField("host_sum"):
-            gate = self._opened.get(event.gate)
-            if isinstance(gate, SyncGateShell) and gate.host_sums is not None:
-                gate.host_sums.received(src, event.host_sum, tensors)
-            return
-        self._take(src, event)
+        self._take(src, event, tensors)
 
-    def _take(self, src: TaskName, event: pb.GateEvent) -> None:
+    def _take(
+        self, src: TaskName, event: pb.GateEvent, tensors: Sequence[Tensor] = ()
+    ) -> None:
         name, gate = event.gate, self._opened.get(event.gate)
         match event.WhichOneof("kind"), gate:
             case "contributed", _:
@@ -292,6 +283,8 @@ class Gates:
                     self._arbiters[name].lost(src)
             case "let_in", StaleGate():
                 gate.let_in(_step(event.let_in))
+            case "group" | "host_sum", SyncGateShell():
+                gate.sums_said(src, event, tensors)
 
     # ------------------------------------------------------------ synchronous
 

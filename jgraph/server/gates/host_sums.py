@@ -7,7 +7,7 @@ thread, and posts the sum; an owner keeps sums until it averages.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -20,10 +20,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.runtime.cost import Cost
 from jgraph.runtime.gate import Chosen, Contribution, Key
 from jgraph.server.gates.step_columns import columns_of, steps_of
-from jgraph.server.gates.timers import CallLater
-
-_AGAIN_S: Final = 0.2
-"""So long after a link was lost a sum is sent again: the owner may be gone for good."""
+from jgraph.server.gates.timers import AGAIN_S, CallLater
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -170,7 +167,7 @@ class HostSums:
                 case machine.SendSum():
                     self._send(instruction)
                 case machine.SendAgain(part):
-                    self._call_later(_AGAIN_S, partial(self._send_again, part))
+                    self._call_later(AGAIN_S, partial(self._send_again, part))
                 case machine.Average():
                     self._average = instruction
                     self._let_in()

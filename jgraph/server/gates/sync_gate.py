@@ -1,6 +1,6 @@
 """Gate of one ps in synchronous training, around ``coordination.sync.sync_gate``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, final
 
@@ -28,6 +28,9 @@ from jgraph.coordination.sync.sync_gate import (
     Voided,
 )
 from jgraph.errors import InternalError, JGError
+from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.transport import Tensor
 from jgraph.runtime.gate import Chosen, Contribution
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.server.gates.timers import CallLater, Timer
@@ -161,6 +164,19 @@ class SyncGateShell:
     def summed(self) -> None:
         """The sum of all contributions is here."""
         self._handle(Summed())
+
+    def sums_said(
+        self, src: TaskName, event: pb.GateEvent, tensors: Sequence[Tensor]
+    ) -> None:
+        """Another task tells of sums; nothing to a gate that has none.
+
+        Raises:
+          MalformedMessageError: what it sends is not of its size.
+        """
+        if event.HasField("group") and self.sums is not None:
+            self.sums.received(src, event.group, tensors)
+        elif event.HasField("host_sum") and self.host_sums is not None:
+            self.host_sums.received(src, event.host_sum, tensors)
 
     def closed(self, error: JGError) -> None:
         """The arbiter decides nothing more."""

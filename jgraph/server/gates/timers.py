@@ -1,7 +1,11 @@
 """Timers that gates set: of the event loop, or of whoever stands in for it."""
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
+
+AGAIN_S: Final = 0.2
+"""So long after a link was lost a gate says again what it may have taken along: the
+other task may be gone for good."""
 
 
 class Timer(Protocol):

@@ -20,6 +20,7 @@ from jgraph.errors import (
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.replay import NodeRan
 from jgraph.runtime.store.change_log import Recorder
+from jgraph.server.gates.timers import AGAIN_S
 from tests.support.simulation.kept import DUE, History, Kept, as_arrays
 from tests.support.simulation.leader import NEVER, Leader
 from tests.support.simulation.network import Message
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from tests.support.simulation.sync_world import SyncWorld
 
 _APPLY_S: Final = 0.01
-_AGAIN_S: Final = 0.2
 _CUTS: Final = 0.02
 """How often a log begins anew when something was written."""
 _IDS: Final = 10**6
@@ -331,7 +331,7 @@ class GatedShard:
                     self.world.sim.later(seconds, post)
                 case host_sums.SendAgain(owner) if owner in self.newest:
                     post = partial(self.post_sum, owner, self.newest[owner])
-                    self.world.sim.later(_AGAIN_S, post)
+                    self.world.sim.later(AGAIN_S, post)
                 case host_sums.Average(version, found):
                     sums = [self.came_sums[version, one] for _, one in found]
                     summed = [*self.own, *(one for sum_ in sums for one in sum_)]
@@ -479,7 +479,7 @@ class GatedShard:
         last, name = self.leader, self.world.leading(self.opening)
         if last is not None and (last.name, last.is_over) == (name, True):
             again = partial(self.close_again, task, self.opening)
-            self.world.sim.later(_AGAIN_S, again)
+            self.world.sim.later(AGAIN_S, again)
         if self.life >= 0:
             self.sum(host_sums.LinkLost(task))
         if self.life == self.world.life and task == self.world.backup_of(self.task):
