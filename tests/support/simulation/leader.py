@@ -82,7 +82,16 @@ class Leader:
         self.life = world.life
         self.replicas = order.replicas
         self.version = order.version
-        self.data, self.machine = self.machines(order)
+        self.data = self.ledger(order)
+        self.machine = Arbiter(
+            world.shards,
+            order.replicas,
+            self.data,
+            wanted=world.wanted,
+            version=order.version,
+            steps=order.steps,
+            **self.rules(),
+        )
         self.done: Counter[int] = Counter()
         self.events: deque[aggregation.Event] = deque()
         self.handling = False
@@ -96,19 +105,14 @@ class Leader:
         world.leads(self)
         self.supervise()
 
-    def machines(self, order: Order) -> tuple[SyncData, Arbiter]:
-        """Returns what it decides with, and the ledger of what it deals."""
-        world = self.world
-        data = SyncData(world.plan, order.replicas, order.position, rounds=ROUNDS)
-        arbiter = Arbiter(
-            world.shards,
-            order.replicas,
-            data,
-            wanted=world.wanted,
-            version=order.version,
-            steps=order.steps,
-        )
-        return data, arbiter
+    def ledger(self, order: Order) -> SyncData:
+        """Returns the ledger of what it deals."""
+        plan = self.world.plan
+        return SyncData(plan, order.replicas, order.position, rounds=ROUNDS)
+
+    def rules(self) -> dict[str, Any]:
+        """Returns by what it decides beside how many contribute."""
+        return {}
 
     # ------------------------------------------------------------ what happens
 

@@ -14,7 +14,7 @@ from jgraph.coordination.data.slots import Lease
 from jgraph.coordination.data.sync_data import SyncData
 from jgraph.coordination.secure import sum_round
 from jgraph.coordination.sync import aggregation
-from jgraph.coordination.sync.aggregation import Arbiter, Step
+from jgraph.coordination.sync.aggregation import Step
 from jgraph.coordination.sync.rounds import RoundRecord, RoundRule
 from jgraph.coordination.sync.secure_rounds import (
     MOST_VOIDS,
@@ -129,25 +129,23 @@ class SecureLoop(Loop):
 class SecureLeader(Leader):
     """The loop that decides, as ``ArbiterLoop`` and ``SumDesk`` make it of machines."""
 
-    def machines(self, order: Order) -> tuple[SyncData, Arbiter]:
+    def __init__(self, world: SyncWorld, *args: Any) -> None:
         self.open: dict[str, tuple[TaskName, str, int]] = {}
         self.members: frozenset[TaskName] = frozenset()
-        self.round_at = self.world.sim.now
+        self.round_at = world.sim.now
         self.end_sum()
+        super().__init__(world, *args)
+
+    def ledger(self, order: Order) -> SyncData:
+        return SyncData(self.world.plan, order.replicas, order.position, own=True)
+
+    def rules(self) -> dict[str, Any]:
         world = of(self.world)
-        data = SyncData(world.plan, order.replicas, order.position, own=True)
-        arbiter = Arbiter(
-            world.shards,
-            order.replicas,
-            data,
-            wanted=world.wanted,
-            version=order.version,
-            steps=order.steps,
-            rule=RoundRule(world.fraction, LEAST, seed=world.seed),
-            sums=world.rule,
-            draw=lambda: world.sim.chance.getrandbits(64),
-        )
-        return data, arbiter
+        return {
+            "rule": RoundRule(world.fraction, LEAST, seed=world.seed),
+            "sums": world.rule,
+            "draw": lambda: world.sim.chance.getrandbits(64),
+        }
 
     # ------------------------------------------------------------ questions
 
