@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import sub, truediv
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, Final, Self, final
@@ -251,24 +252,22 @@ def without(block: Block, figure: Callable[[Window], float]) -> float:
     return mean(figure(block[state]) for state in STATES[1:])
 
 
-def ratios(
-    name: str, blocks: Sequence[Block], figure: Callable[[Window], float]
+def compared(
+    name: str,
+    blocks: Sequence[Block],
+    figure: Callable[[Window], float],
+    join: Callable[[float, float], float],
 ) -> dict[str, float]:
-    """Returns a figure with a dashboard of that without, and the control."""
-    on = [figure(block["on"]) / without(block, figure) for block in blocks]
-    same = [figure(block["control"]) / figure(block["off"]) for block in blocks]
-    return {
-        **measure.interval(name, on, 4),
-        **measure.interval(f"{name}_control", same, 4),
-    }
+    """Returns a figure with a dashboard beside that without, and the control.
 
-
-def more(
-    name: str, blocks: Sequence[Block], figure: Callable[[Window], float]
-) -> dict[str, float]:
-    """Returns what a figure with a dashboard has more than without, and the control."""
-    on = [figure(block["on"]) - without(block, figure) for block in blocks]
-    same = [figure(block["control"]) - figure(block["off"]) for block in blocks]
+    Args:
+      name: of what is returned.
+      blocks: whose windows are compared, each with those of its block.
+      figure: of a window.
+      join: of a figure and that without: their ratio, or what it has more.
+    """
+    on = [join(figure(block["on"]), without(block, figure)) for block in blocks]
+    same = [join(figure(block["control"]), figure(block["off"])) for block in blocks]
     return {
         **measure.interval(name, on, 4),
         **measure.interval(f"{name}_control", same, 4),
@@ -300,16 +299,17 @@ def cost(alternations: int, seconds: float, seed: int = 0) -> None:
         alternations=alternations,
         viewers=VIEWERS,
         master=master,
-        **ratios("ratio", blocks, rate),
-        **ratios("cpu_ratio", blocks, lambda window: window.step_us),
-        **more("master_cores_more", blocks, partial(_cores, master)),
+        **compared("ratio", blocks, rate, truediv),
+        **compared("cpu_ratio", blocks, lambda window: window.step_us, truediv),
+        **compared("master_cores_more", blocks, partial(_cores, master), sub),
         steps_per_s=round(median(without(one, rate) for one in blocks)),
         task_cores={
             task: round(median(one["off"].cores(task) for one in blocks), 3)
             for task in tasks
         },
         cores_more_at_rest={
-            task: more("more", at_rest, partial(_cores, task)) for task in tasks
+            task: compared("more", at_rest, partial(_cores, task), sub)
+            for task in tasks
         },
         **{
             part: round(

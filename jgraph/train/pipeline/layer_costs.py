@@ -27,7 +27,7 @@ def layer_costs(
     *,
     input_gradients: bool,
 ) -> list[LayerCost]:
-    """Returns what each layer asks for; those that are alike are traced once.
+    """Returns what each layer asks for; a function given again is not traced again.
 
     Args:
       layers: in order.
