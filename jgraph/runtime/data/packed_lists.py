@@ -36,23 +36,40 @@ def packed_dtypes(schema: Any, file: str) -> dict[str, "np.dtype[Any]"]:
       file: for messages.
 
     Raises:
-      SourceError: a type that is not packed.
+      SourceError: a type that is not packed, or metadata that Spark did not write.
     """
     described = (schema.metadata or {}).get(_COLUMNS)
     if described is None or DTYPE.encode() not in described:
         return {}
+    try:
+        noted = {
+            column["name"]: column["metadata"].get(DTYPE)
+            for column in json.loads(described)["fields"]
+        }
+    except (
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise SourceError(
+            f"{file} has metadata of Spark that cannot be read: {error!r}; "
+            "write the file anew",
+            file=file,
+        ) from error
+    types = {field.name: str(field.type) for field in schema}
     found: dict[str, np.dtype[Any]] = {}
-    for column in json.loads(described)["fields"]:
-        dtype = column["metadata"].get(DTYPE)
-        if dtype is None or str(schema.field(column["name"]).type) != "binary":
+    for name, dtype in noted.items():
+        if dtype is None or types.get(name) != "binary":
             continue
         if dtype not in DTYPES.values():
             raise SourceError(
-                f"column '{column['name']}' of {file} has lists packed as {dtype!r}, "
+                f"column '{name}' of {file} has lists packed as {dtype!r}, "
                 f"which is none of {', '.join(DTYPES.values())}; write the file anew",
                 file=file,
             )
-        found[column["name"]] = np.dtype(dtype).newbyteorder("<")
+        found[name] = np.dtype(dtype).newbyteorder("<")
     return found
 
 

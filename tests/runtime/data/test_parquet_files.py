@@ -202,6 +202,34 @@ def test_bytes_that_are_no_packed_lists_are_refused(
         ParquetReader([file], None, False).read(0, np.arange(len(lists)))
 
 
+@pytest.mark.parametrize(
+    "noted",
+    [
+        '{"fields": ["jgraph.dtype"',
+        '["jgraph.dtype"' + ", [" * 100_000,
+        '["jgraph.dtype"]',
+        '{"fields": ["jgraph.dtype"]}',
+        '{"fields": [{"name": "x", "jgraph.dtype": "int32"}]}',
+        '{"fields": [{"name": "x", "metadata": ["jgraph.dtype"]}]}',
+        '{"fields": [{"name": [], "metadata": {"jgraph.dtype": "int32"}}]}',
+    ],
+)
+def test_metadata_that_is_not_of_spark_is_refused(tmp_path: Path, noted: str) -> None:
+    key = "org.apache.spark.sql.parquet.row.metadata"
+    table = pa.table({"x": [b"1234"]}).replace_schema_metadata({key: noted})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(SourceError, match=r"a\.parquet has metadata of Spark"):
+        ParquetReader([tmp_path / "a.parquet"], None, False)
+
+
+def test_columns_that_were_left_out_of_a_file_are_not_missed(tmp_path: Path) -> None:
+    whole = parquet.read_table(packed_file(tmp_path / "a.parquet", [b"1234"], "int32"))
+    left = whole.append_column("y", pa.array([7], pa.int32())).select(["y"])
+    parquet.write_table(left, tmp_path / "b.parquet")
+    reader = ParquetReader([tmp_path / "b.parquet"], None, False)
+    assert reader.read(0, np.array([0]))["y"].tolist() == [7]
+
+
 def test_files_whose_lists_are_packed_of_other_numbers_are_refused(
     tmp_path: Path,
 ) -> None:
