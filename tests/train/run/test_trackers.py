@@ -24,6 +24,7 @@ from jgraph.train.run.run import Run
 from jgraph.train.run.standings import WorkerStanding
 from jgraph.train.run.trackers import scalars
 from tests.support.models import BATCH, NnxMLP, data, nnx_loss
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of libraries of the trackers
 
@@ -111,6 +112,8 @@ def records(content: bytes) -> Iterator[bytes]:
             at += 32768 - at % 32768
             continue
         _, size, kind = struct.unpack_from("<IHB", content, at)
+        if at + 7 + size > len(content):
+            return  # is being written
         parts += content[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last part
@@ -119,17 +122,26 @@ def records(content: bytes) -> Iterator[bytes]:
 
 
 def rows(path: Path) -> list[dict[str, float]]:
-    """What W&B wrote for a later `wandb sync`."""
+    """What W&B wrote for a later `wandb sync`, once it has written that the run ended.
+
+    Its process writes that a little after `finish` returns, if cores are busy.
+    """
     (file,) = path.glob("wandb/offline-run-*/*.wandb")
-    found = []
-    for content in records(file.read_bytes()):
-        record: Any = Record.FromString(content)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            found.append(
-                {i.key or i.nested_key[0]: json.loads(i.value_json) for i in items}
-            )
-    return found
+    written: list[Any] = []
+
+    def is_whole() -> bool:
+        written[:] = [Record.FromString(c) for c in records(file.read_bytes())]
+        return any(record.HasField("exit") for record in written)
+
+    wait_until(is_whole)
+    return [
+        {
+            i.key or i.nested_key[0]: json.loads(i.value_json)
+            for i in record.history.item
+        }
+        for record in written
+        if record.HasField("history")
+    ]
 
 
 @pytest.mark.slow
