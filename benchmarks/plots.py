@@ -11,7 +11,10 @@ from matplotlib.figure import Figure
 from benchmarks.peer_process import PEERS
 from benchmarks.tables import Line, work
 
+# How a figure was come by.
+KINDS = {"measured": "C0", "emulated": "C1", "simulated": "C7"}
 COLOURS = {
+    **KINDS,
     "auto": "C0",
     "grpc": "C1",
     "network": "C1",
@@ -27,6 +30,7 @@ def draw(lines: list[Line], folder: Path) -> list[Path]:
         "workers": (_workers, compared),
         "ratios": (_ratios, compared),
         "transport": (_transport, [x for x in lines if x["benchmark"] == "transport"]),
+        "curves": (_curves, [x for x in lines if x["benchmark"] == "curves"]),
     }
     made = []
     for name, (make, chosen) in drawings.items():
@@ -125,4 +129,40 @@ def _transport(lines: list[Line]) -> Figure:
     axes.set_ylabel("GB/s, request included")
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize=8)
+    return figure
+
+
+def _curves(lines: list[Line]) -> Figure:
+    """Steps over workers in the colours of how they were come by, and the errors."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    rates, errors = figure.subplots(1, 2)
+    for kind, colour in KINDS.items():
+        found = sorted(
+            (line for line in lines if line["kind"] == kind),
+            key=lambda line: line["workers"],
+        )
+        workers = [line["workers"] for line in found]
+        simulated = [line["simulated_per_s"] for line in found]
+        grey = KINDS["simulated"]
+        if kind == "simulated":
+            rates.plot(workers, simulated, marker="o", color=grey, label=kind)
+            continue
+        _line(rates, found, "steps_per_s", kind)
+        rates.plot(workers, simulated, marker=".", linestyle="--", color=grey)
+        percent = [100 * line["error"] for line in found]
+        errors.plot(workers, percent, marker="o", color=colour, label=kind)
+    rates.set_yscale("log")
+    rates.set_ylabel("steps/s of all workers")
+    errors.axhline(0, color="black", linewidth=0.8)
+    errors.axhspan(-30, 30, color="C7", alpha=0.15)
+    errors.set_ylabel("error of the simulation, %")
+    with_errors = [line for line in lines if "error" in line]
+    for axes, shown in ((rates, lines), (errors, with_errors)):
+        axes.set_xscale("log")
+        axes.set_xlabel("workers")
+        ticks = sorted({line["workers"] for line in shown})
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(fontsize=8)
     return figure

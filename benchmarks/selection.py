@@ -90,6 +90,7 @@ ALL = Selection(
         *("imports", "startup", "overhead", "memory", "straggler", "auto", "split"),
         "scale --workers 1 2 4 8",
         "scale --workers 1 2 4 8 --mode sync",
+        "curves",
         "train",
         f"train {LARGE}",
         "train --ps 1 --workers 1 2 4 --baseline",

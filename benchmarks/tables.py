@@ -193,6 +193,14 @@ TABLES: dict[str, Table] = {
             *(WORKERS, STEPS, ("speed-up", ranged("speedup", ".2f"))),
         ),
     ),
+    "curves": Table(
+        "Steps over workers: measured, emulated, simulated",
+        (
+            *(("", told("kind")), ("wait, ms", told("wait_ms", "g")), TASKS, STEPS),
+            ("simulated", told("simulated_per_s", ",.1f")),
+            ("error", told("error", "+.0%")),
+        ),
+    ),
     "straggler": Table(
         "One slow worker in synchronous training, ms of a step",
         (

@@ -19,6 +19,7 @@ from benchmarks import (
     auto,
     collectives,
     compare,
+    curves,
     dashboard,
     embedding,
     guarantees,
@@ -220,6 +221,25 @@ def test_two_workers_that_mostly_wait_do_more_than_one(bench: Bench) -> None:
     assert one["bytes_per_step"] == pytest.approx(2 * 0.1e6, rel=0.01)
     assert one["steps_per_s"] < 1000 / 100
     assert two["speedup"] > 1.2
+
+
+@pytest.mark.procs
+@pytest.mark.nightly
+def test_points_that_were_run_are_simulated_too_and_those_of_more_workers(
+    bench: Bench,
+) -> None:
+    words = "--workers 1 2 --more 16 --mb 0.1 --wait-ms 100 --steps 6 --rounds 1"
+    *run, more = bench(curves.main, words)
+    kinds = [(line["kind"], line["workers"]) for line in run]
+    assert kinds == [(k, n) for k in ("measured", "emulated") for n in (1, 2)]
+    for line in run:
+        error = line["simulated_per_s"] / line["steps_per_s"] - 1
+        assert line["error"] == pytest.approx(error, abs=0.02)
+    emulated = run[2:]
+    assert all(line["steps_per_s"] < 10 * line["workers"] for line in emulated)
+    # A worker waits for 100 ms in each of its steps, wherever it is.
+    assert 8 * 16 < more["simulated_per_s"] < 10 * 16
+    assert (more["kind"], more["workers"], more["ps"]) == ("simulated", 16, 2)
 
 
 @pytest.mark.procs

@@ -48,3 +48,26 @@ def test_report_replaces_its_part_of_the_readme_and_draws(tmp_path: Path) -> Non
     ]
     report.main(["--readme", str(readme), str(results)])
     assert readme.read_text() == text
+
+
+def test_steps_over_workers_are_a_table_and_a_picture(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
+    what = {"benchmark": "curves", "mb": 4, "wait_ms": 50, "ps": 1}
+    rate = measure.spread("steps_per_s", [20])
+    lines = [
+        {**what, "kind": "measured", "workers": 1, **rate, "simulated_per_s": 25.0},
+        {**what, "kind": "emulated", "workers": 1, **rate, "simulated_per_s": 15.0},
+        {**what, "kind": "simulated", "workers": 16, "ps": 2, "simulated_per_s": 250},
+    ]
+    for line, error in zip(lines, (0.25, -0.25), strict=False):
+        line["error"] = error
+    results = tmp_path / "one.jsonl"
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report.main(["--readme", str(readme), str(results)])
+    text = readme.read_text()
+    assert "| measured | 50 | 1 + 1 | 20 (20 to 20) | 25.0 | +25% |" in text
+    assert "| emulated | 50 | 1 + 1 | 20 (20 to 20) | 15.0 | -25% |" in text
+    assert "| simulated | 50 | 2 + 16 |  | 250.0 |  |" in text
+    assert "![curves.png](results/curves.png)" in text
+    assert (tmp_path / "results" / "curves.png").stat().st_size > 5_000
