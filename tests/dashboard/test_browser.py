@@ -196,6 +196,58 @@ def test_texts_of_others_are_texts(browser: Any) -> None:
         assert [said for said in seen.complaints if "502" not in said] == []
 
 
+def canvases(page: Any) -> int:
+    """How many the browser holds, on the page or not, when garbage is gone."""
+    ask = page.context.new_cdp_session(page).send
+    kind = ask("Runtime.evaluate", {"expression": "HTMLCanvasElement.prototype"})
+    of = {"prototypeObjectId": kind["result"]["objectId"]}
+    held = ask("Runtime.queryObjects", of)["objects"]["objectId"]
+    count = {
+        "objectId": held,
+        "functionDeclaration": "function() { return this.length }",
+    }
+    told = ask("Runtime.callFunctionOn", count | {"returnByValue": True})
+    return int(told["result"]["value"])
+
+
+def test_charts_that_are_drawn_anew_are_forgotten(browser: Any) -> None:
+    with serving(fresh()) as server, opened(browser, server.url) as (page, _):
+        for title, key in (("Training", "2"), ("Overview", "1")) * 8:
+            page.keyboard.press(key)
+            tab = page.locator("#tabs button[aria-current=page]")
+            expect(tab).to_have_text(title)
+            expect(page.locator("main canvas").first).to_be_visible()
+        assert canvases(page) <= 6, "two are shown, and two more may be being drawn"
+
+
+def test_what_is_scrolled_stays_there_while_the_page_changes(browser: Any) -> None:
+    source, narrow = fresh(), {"viewport": {"width": 390, "height": 700}}
+    with serving(source) as server, opened(browser, server.url, **narrow) as (page, _):
+        page.keyboard.press("4")
+        expect(page.locator("#log-lines")).to_contain_text("three")
+        places = """() => ["main section", "#log-lines"].map((name) => {
+            const box = document.querySelector(name);
+            return [box.scrollLeft, box.scrollTop];
+        })"""
+        page.evaluate(
+            """() => {
+            document.querySelector("main section").scrollLeft = 120;
+            document.querySelector("#log-lines").scrollTop = 40;
+        }"""
+        )
+        told = {n: {"state": "leaving", "incarnation": "01"} for n in (PS, *WORKERS)}
+        source.board.take(status(WallClock().now() - START, told))
+        expect(page.locator("main section").first).to_contain_text("leaving")
+        assert page.evaluate(places) == [[120, 0], [0, 40]]
+        page.locator("#log-lines").evaluate("(box) => { box.scrollTop = 1e6; }")
+        (_, end) = page.evaluate(places)[1]
+        source.lines.append("four")
+        told[PS]["state"] = "ready"
+        source.board.take(status(WallClock().now() - START + 1, told))
+        expect(page.locator("#log-lines")).to_contain_text("four")
+        assert page.evaluate(places)[1][1] > end, "who reads the newest lines sees more"
+
+
 def test_lines_of_a_log_are_filtered(browser: Any) -> None:
     with serving(fresh()) as server, opened(browser, server.url) as (page, _):
         page.keyboard.press("4")

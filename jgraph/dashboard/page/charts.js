@@ -4,6 +4,13 @@ import { bytes, h, s, short } from "./dom.js";
 const color = (at) => getComputedStyle(document.documentElement).getPropertyValue(`--c${at % 6}`).trim();
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
+// uPlot holds each chart, with its canvas, until that is destroyed: a page is drawn twice a second.
+const drawn = new Set();
+export function forgetCharts() {
+  for (const chart of drawn) chart.destroy();
+  drawn.clear();
+}
+
 // series: [{name, x, mean, min, max}], all of one chart on one axis of x.
 export function curves(series, { time = false, log = false, label, unit }) {
   const box = h("div", { role: "img", "aria-label": label });
@@ -33,6 +40,7 @@ export function curves(series, { time = false, log = false, label, unit }) {
   });
   const axis = { stroke: ink("soft"), grid: { stroke: ink("line"), width: 1 }, ticks: { stroke: ink("line") } };
   const draw = () => {
+    if (!box.isConnected) return;  // another page is shown by now
     const width = Math.max(240, box.clientWidth || 480);
     const options = {
       width, height: 220, series: shown, bands,
@@ -41,7 +49,7 @@ export function curves(series, { time = false, log = false, label, unit }) {
       cursor: { drag: { x: true, y: false } },
       legend: { live: false, show: some.length > 1 },
     };
-    new window.uPlot(options, data, box);
+    drawn.add(new window.uPlot(options, data, box));
   };
   requestAnimationFrame(draw);
   return box;

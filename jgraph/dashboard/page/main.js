@@ -1,4 +1,5 @@
 // The page: token, stream of views, tabs, keys, and the slider of a replay.
+import { forgetCharts } from "./charts.js";
 import { h } from "./dom.js";
 import { PAGES } from "./pages.js";
 
@@ -51,6 +52,13 @@ function patched(value, patch) {
 
 function say(sentence) { if ($("sentence").textContent !== sentence) $("sentence").textContent = sentence; }
 
+// What is scrolled by itself: wide tables, and the lines of a log, which stay at their end where they were.
+function scrolled() {
+  return [...document.querySelectorAll("#page section, #log-lines")].map((box) => [
+    box, box.scrollLeft, isAtEnd(box) ? box.scrollHeight : box.scrollTop]);
+}
+const isAtEnd = (box) => box.scrollHeight - box.scrollTop - box.clientHeight < 30;
+
 function draw(anyway = false) {
   if (!state.view) return;
   say(state.view.cluster.sentence);
@@ -65,11 +73,15 @@ function draw(anyway = false) {
   if (!anyway && (looking || ["filter", "run", "task"].includes(at))) return;  // somebody is typing, or chooses
   if (!anyway && window.getSelection().toString()) return;  // or copies
   if (page.curves && !state.curves) return;
-  const scrolled = window.scrollY;
+  const isSame = $("page").dataset.tab === state.tab;
+  const places = isSame ? scrolled() : [];
+  const top = window.scrollY;
+  forgetCharts();
   $("page").replaceChildren(...page.show(state.view, state.curves, keep).flat(Infinity).filter((one) => one instanceof Node));
   if (page.after) page.after(state.view, keep);
   $("page").dataset.tab = state.tab;
-  window.scrollTo(0, scrolled);
+  scrolled().forEach(([box], at) => { if (places[at]) [, box.scrollLeft, box.scrollTop] = places[at]; });
+  window.scrollTo(0, top);
   if (at && $(at)) $(at).focus();
 }
 
@@ -112,10 +124,11 @@ async function showLog() {
   if (!keep.live || !task) return;
   if (logged.task !== task) logged = { task, next: 0, lines: [] };
   const [, job, index] = task.match(/^\/job:(.*)\/task:(\d+)$/) || [];
+  const after = logged.next;
   showLines();
   try {
-    const told = await json(`api/v1/tasks/${encodeURIComponent(job)}/${index}/log?after=${logged.next}&lines=200`);
-    if (logged.task !== task || told.next === logged.next) return;
+    const told = await json(`api/v1/tasks/${encodeURIComponent(job)}/${index}/log?after=${after}&lines=200`);
+    if (logged.task !== task || logged.next !== after || told.next === after) return;
     logged.next = told.next;
     logged.lines = [...logged.lines, ...told.lines].slice(-1000);
   } catch (error) { logged.lines = [error.message]; }
@@ -124,7 +137,7 @@ async function showLog() {
 function showLines() {
   const box = $("log-lines");
   if (!box) return;
-  const end = box.scrollHeight - box.scrollTop - box.clientHeight < 30;
+  const end = isAtEnd(box);
   box.textContent = logged.lines.filter((line) => line.toLowerCase().includes(keep.filter.toLowerCase())).join("\n");
   if (end) box.scrollTop = box.scrollHeight;
 }
