@@ -522,6 +522,10 @@ def frames(spark: SparkSession) -> dict[str, Any]:
         if name != "id"
     }
     bare = without_pyarrow(spark, ids.select("id", every("float")))
+    hashed = functions.pmod(functions.xxhash64("name"), functions.lit(1000))
+    numbers = read_all(
+        str(jg.Source.spark(frame.select(hashed.alias("id"))).spec["path"])
+    )
     kept = Path(os.environ["SCENARIO_DIRECTORY"]) / "frame"
     jg.Source.spark(frame, columns=["id"], directory=kept)
     there = sorted(file.suffix for file in kept.iterdir())
@@ -567,6 +571,7 @@ def frames(spark: SparkSession) -> dict[str, Any]:
         "fields": {n: [str(a.dtype), list(a.shape)] for n, a in data.fields.items()},
         "seen": sorted(int(i) for ids in batch for i in ids) == list(range(1000)),
         "packed": packed,
+        "hashed": [int(min(n["id"].min() for n in numbers)), len(numbers)],
         "bare": bare,
         "kept": there,
         "wrong": wrong,

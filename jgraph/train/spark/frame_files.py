@@ -32,7 +32,8 @@ _SHOWN: Final = 5
 _NUMBERS: Final = ("tinyint", "smallint", "int", "bigint", "float", "double", "boolean")
 _INSTEAD: Final = {
     "decimal": 'cast it: F.col("{0}").cast("double")',
-    "string": 'make numbers of it, such as F.xxhash64("{0}") % 1000 or a StringIndexer',
+    "string": 'make numbers of it: F.pmod(F.xxhash64("{0}"), F.lit(1000)), or those of '
+    "a StringIndexer",
     "date": 'make a number of it: F.unix_date("{0}")',
     "timestamp": 'make a number of it: F.unix_timestamp("{0}")',
     "timestamp_ntz": 'make a number of it: F.unix_timestamp("{0}")',

@@ -184,6 +184,8 @@ def test_a_data_frame_that_is_no_data_is_refused_with_counts_and_leaves_nothing(
     assert "write a list of names: columns=['id']" in said["text"]
     assert "the column 'id' comes twice" in said["twice"]
     assert "the column 'name' is of type string" in said["type"]
+    assert 'F.pmod(F.xxhash64("name"), F.lit(1000))' in said["type"]
+    assert 0 <= found["hashed"][0] < 1000, "as what is said makes them"
     assert "'some' has no value in 250 of 1,000 rows" in said["nulls"]
     assert "different lengths, or empty ones (1 in 500, 2 in 500)" in said["ragged"]
     for name in ("holes", "holes_of_bytes"):
