@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeAlias, final
@@ -102,7 +102,8 @@ class Fit:
         try:
             for callback in self.callbacks:
                 hook(callback, "begin", self.run)
-            with attempt.saving or contextlib.nullcontext():
+            saving = attempt.saving or contextlib.nullcontext()
+            with saving, naming_ends(self.cluster):
                 self._train_and_finish(start_s)
         except BaseException as caught:  # noqa: BLE001  # Run.wait raises it
             error = caught
@@ -179,12 +180,7 @@ class Fit:
                 # To go on from once that batch is taken out; what is told is the batch.
                 with contextlib.suppress(CheckpointWriterError):
                     saving.save()
-            lost_tasks = {} if self.cluster is None else self.cluster.gone()
-            if not isinstance(error, ClusterError) or not lost_tasks:
-                raise
-            reasons = [why for why in lost_tasks.values() if why not in error.message]
-            why = "; ".join([error.message.rstrip("."), *reasons])
-            raise type(error)(why, **error.details) from error
+            raise
 
     def _follow(self, start_s: float) -> None:
         attempt, order = self.attempt, self.attempt.order
@@ -300,6 +296,24 @@ class Fit:
         for callback in self.callbacks:
             if callable(callback):
                 callback(self.run, report)
+
+
+@contextlib.contextmanager
+def naming_ends(cluster: Cluster | None) -> Iterator[None]:
+    """Says in an error how tasks ended that nobody starts again, and what does.
+
+    Args:
+      cluster: knows that; None: all runs here.
+    """
+    try:
+        yield
+    except ClusterError as error:
+        ends = {} if cluster is None else cluster.gone()
+        reasons = [why for why in ends.values() if why not in error.message]
+        if not reasons:
+            raise
+        why = "; ".join([error.message.rstrip("."), *reasons])
+        raise type(error)(why, **error.details) from error
 
 
 def check_length(steps: int | None, epochs: int | None) -> None:

@@ -30,6 +30,7 @@ from jgraph.train.fit import (
     check_evaluation,
     check_length,
     check_wait,
+    naming_ends,
     one_of,
     wait_or_stop,
 )
@@ -278,7 +279,8 @@ class Trainer:
             stack.callback(self._busy.release)
             display = stack.enter_context(display_of(config.cluster, show=progress))
             display.say("tracing and placing")
-            attempt = make()
+            with naming_ends(config.cluster):
+                attempt = make()
             at_end = stack.pop_all()
         self._ends_run = attempt.ends_here
         if not attempt.ends_here:

@@ -119,9 +119,11 @@ def test_fit_on_a_cluster_that_misses_a_task_fails_and_names_it(lost: str) -> No
         trainer.fit(data(), steps=2, batch_size=8, progress=False)
         cluster.kill(lost)
         began = clock.now()
-        with pytest.raises(JGError, match=lost):
+        with pytest.raises(JGError, match=lost) as caught:
             trainer.fit(data(), steps=2, batch_size=8, progress=False)
         assert clock.now() - began < 30
+        advice = f"{lost} ended by SIGKILL; start it again: cluster.restart('{lost}')"
+        assert caught.value.message.count(advice) == 1
 
 
 def is_alone(run: Run) -> bool:

@@ -235,7 +235,13 @@ class LocalCluster(Cluster):
 
     def gone(self) -> Mapping[TaskName, str]:
         """See ``Cluster.gone``."""
-        return self._processes.gone()
+        ends = self._processes.gone()
+        if self.starts_again:  # it died too often, and does again
+            return ends
+        return {
+            task: f"{why}; start it again: cluster.restart('{task}')"
+            for task, why in ends.items()
+        }
 
     @property
     def starts_again(self) -> bool:
@@ -245,7 +251,7 @@ class LocalCluster(Cluster):
     def check_startable(self) -> None:
         """See ``Cluster.check_startable``."""
         remedy = "give jg.LocalCluster more restarts, for example restarts=5"
-        check_none_gone(self.gone(), remedy)
+        check_none_gone(self._processes.gone(), remedy)
 
     def close(self) -> None:
         """Ends all processes and frees their ports."""
