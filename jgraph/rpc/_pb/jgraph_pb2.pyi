@@ -941,45 +941,137 @@ Global___GateEvent: _TypeAlias = GateEvent  # noqa: Y015
 
 @_typing.final
 class GroupNews(_message.Message):
-    """What members of a group, the first of which leads, tell each other:
-      "asked"    leader -> member: is your gate open?
-      "opened"   member -> leader: it is
-      "begin"    leader -> member: begin a child of `epoch`, the first of which is at `port`
-      "ready"    member -> leader: the child is there; no sum of `version` is here yet
-      "failed"   member -> leader: the child of `epoch` is of no use any more, `why` says it
-      "up"       leader -> member: sum from `version` on
-      "gave up"  leader -> member: send parts from now on
-      "part"     member -> owner: the tensor is what its replica contributed to `version`
-    """
+    """What members of a group, the first of which leads, tell each other."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    WHAT_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    OPENED_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    UP_FIELD_NUMBER: _builtins.int
+    GAVE_UP_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    part: _builtins.int
+    """member -> owner: the tensor is what its replica contributed"""
+    @_builtins.property
+    def asked(self) -> Global___Empty:
+        """leader -> member: is your gate open?"""
+
+    @_builtins.property
+    def opened(self) -> Global___Empty:
+        """member -> leader: it is"""
+
+    @_builtins.property
+    def begun(self) -> Global___EpochBegun:
+        """leader -> member: begin a child"""
+
+    @_builtins.property
+    def ready(self) -> Global___EpochVersion:
+        """member -> leader: the child is there; no sum of this is here"""
+
+    @_builtins.property
+    def failed(self) -> Global___EpochFailed:
+        """member -> leader: the child is of no use any more"""
+
+    @_builtins.property
+    def up(self) -> Global___EpochVersion:
+        """leader -> member: sum from this version on"""
+
+    @_builtins.property
+    def gave_up(self) -> Global___Empty:
+        """leader -> member: send parts from now on"""
+
+    def __init__(
+        self,
+        *,
+        asked: Global___Empty | None = ...,
+        opened: Global___Empty | None = ...,
+        begun: Global___EpochBegun | None = ...,
+        ready: Global___EpochVersion | None = ...,
+        failed: Global___EpochFailed | None = ...,
+        up: Global___EpochVersion | None = ...,
+        gave_up: Global___Empty | None = ...,
+        part: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "begun", b"begun", "failed", b"failed", "gave_up", b"gave_up", "kind", b"kind", "opened", b"opened", "part", b"part", "ready", b"ready", "up", b"up"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "begun", b"begun", "failed", b"failed", "gave_up", b"gave_up", "kind", b"kind", "opened", b"opened", "part", b"part", "ready", b"ready", "up", b"up"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["asked", "opened", "begun", "ready", "failed", "up", "gave_up", "part"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___GroupNews: _TypeAlias = GroupNews  # noqa: Y015
+
+@_typing.final
+class EpochBegun(_message.Message):
+    """The first child of an epoch is at this port."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    port: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "port", b"port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpochBegun: _TypeAlias = EpochBegun  # noqa: Y015
+
+@_typing.final
+class EpochVersion(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
     EPOCH_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
-    PORT_FIELD_NUMBER: _builtins.int
-    WHY_FIELD_NUMBER: _builtins.int
-    what: _builtins.str
     epoch: _builtins.int
     version: _builtins.int
-    port: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpochVersion: _TypeAlias = EpochVersion  # noqa: Y015
+
+@_typing.final
+class EpochFailed(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
     why: _builtins.str
     def __init__(
         self,
         *,
-        what: _builtins.str = ...,
         epoch: _builtins.int = ...,
-        version: _builtins.int = ...,
-        port: _builtins.int = ...,
         why: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "port", b"port", "version", b"version", "what", b"what", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GroupNews: _TypeAlias = GroupNews  # noqa: Y015
+Global___EpochFailed: _TypeAlias = EpochFailed  # noqa: Y015
 
 @_typing.final
 class HostSum(_message.Message):

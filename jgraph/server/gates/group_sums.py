@@ -35,6 +35,7 @@ SUM_SHARE: Final = 0.1
 """Of the limit of a step, for children to begin, and to sum: so it has time for three
 that do not begin, and for one more that does not sum."""
 
+_EMPTY: Final = pb.Empty()
 _Array: TypeAlias = np.ndarray[Any, Any]
 
 Post: TypeAlias = Callable[[TaskName, pb.GroupNews, Sequence[_Array]], None]
@@ -107,8 +108,8 @@ class GroupSums:
         """Begins, once the gate is open here."""
         if self._group is not None:
             for other in self._members[1:]:
-                self._say(other, pb.GroupNews(what="asked"))
-        self._say(self._members[0], pb.GroupNews(what="opened"))
+                self._say(other, pb.GroupNews(asked=_EMPTY))
+        self._say(self._members[0], pb.GroupNews(opened=_EMPTY))
 
     def keep(self, version: int, values: Contribution) -> Contribution:
         """Takes what is summed of a contribution; returns what is not.
@@ -161,12 +162,13 @@ class GroupSums:
             return
         if self._group is not None:
             self._heard_by_leader(src, news)
-        if news.what == "asked":
-            self._say(src, pb.GroupNews(what="opened"))
-        elif news.what == "part":
-            self._part_came(src, news.version, tensors)
-        elif src == self._members[0]:
-            self._heard_of_leader(news)
+        match news.WhichOneof("kind"):
+            case "asked":
+                self._say(src, pb.GroupNews(opened=_EMPTY))
+            case "part":
+                self._part_came(src, news.part, tensors)
+            case _ if src == self._members[0]:
+                self._heard_of_leader(news)
 
     def close(self) -> None:
         """Ends the child; nothing more is summed."""
@@ -180,13 +182,15 @@ class GroupSums:
     # ------------------------------------------------------------ leading
 
     def _heard_by_leader(self, src: TaskName, news: pb.GroupNews) -> None:
-        match news.what:
+        match news.WhichOneof("kind"):
             case "opened":
                 self._lead(group.MemberOpened(src))
             case "ready":
-                self._lead(group.MemberReady(src, news.epoch, news.version))
+                epoch, version = news.ready.epoch, news.ready.version
+                self._lead(group.MemberReady(src, epoch, version))
             case "failed":
-                self._lead(group.MemberFailed(src, news.epoch, news.why))
+                epoch, why = news.failed.epoch, news.failed.why
+                self._lead(group.MemberFailed(src, epoch, why))
 
     def _lead(self, event: group.Event) -> None:
         assert self._group is not None  # who calls leads
@@ -198,14 +202,14 @@ class GroupSums:
                         self._note("regrouped", f"ended, and others begin: {why}")
                 case group.EpochUp(epoch, first):
                     self._cancel_start()
-                    up = pb.GroupNews(what="up", epoch=epoch, version=first)
-                    self._say_all(up)
+                    up = pb.EpochVersion(epoch=epoch, version=first)
+                    self._say_all(pb.GroupNews(up=up))
                 case group.GiveUp(why):
                     self._cancel_start()
                     text = f"broke {group.ATTEMPTS} times, at last as {why}; from now "
                     text += "on gradients go as messages, as with dense='workers'"
                     self._note("fell back", text)
-                    self._say_all(pb.GroupNews(what="gave up"))
+                    self._say_all(pb.GroupNews(gave_up=_EMPTY))
 
     def _begin_epoch(self, epoch: int) -> None:
         self._cancel_start()
@@ -217,7 +221,8 @@ class GroupSums:
             why = f"no port is free there: {error}"
             event, after_s = group.MemberFailed(self._task, epoch, why), 0.0
         else:
-            self._say_all(pb.GroupNews(what="begin", epoch=epoch, port=port))
+            news = pb.GroupNews(begun=pb.EpochBegun(epoch=epoch, port=port))
+            self._say_all(news)
         self._start_timer = self._call_later(after_s, partial(self._lead, event))
 
     def _note(self, kind: str, text: str) -> None:
@@ -232,13 +237,13 @@ class GroupSums:
     # ------------------------------------------------------------ a member
 
     def _heard_of_leader(self, news: pb.GroupNews) -> None:
-        match news.what:
-            case "begin":
-                self._port = news.port
-                self._take(member.EpochBegun(news.epoch))
+        match news.WhichOneof("kind"):
+            case "begun":
+                self._port = news.begun.port
+                self._take(member.EpochBegun(news.begun.epoch))
             case "up":
-                self._take(group.EpochUp(news.epoch, news.version))
-            case "gave up":
+                self._take(group.EpochUp(news.up.epoch, news.up.version))
+            case "gave_up":
                 self._take(member.GroupGaveUp())
 
     def _take(self, event: member.Event) -> None:
@@ -254,9 +259,11 @@ class GroupSums:
             case member.BeginChild(epoch):
                 self._begin_child(epoch)
             case member.TellReady(epoch, needs):
-                self._tell(pb.GroupNews(what="ready", epoch=epoch, version=needs))
+                ready = pb.EpochVersion(epoch=epoch, version=needs)
+                self._tell(pb.GroupNews(ready=ready))
             case member.TellFailed(epoch, why):
-                self._tell(pb.GroupNews(what="failed", epoch=epoch, why=why))
+                failed = pb.EpochFailed(epoch=epoch, why=why)
+                self._tell(pb.GroupNews(failed=failed))
             case member.Sum(epoch, version):
                 assert self._child is not None  # it is up
                 late = partial(self._take, member.SumIsLate(epoch, version))
@@ -264,7 +271,7 @@ class GroupSums:
                 self._child.sum(version)
             case member.SendParts(version):
                 for owner, row in zip(self._members, self._rows, strict=True):
-                    news = pb.GroupNews(what="part", version=version)
+                    news = pb.GroupNews(part=version)
                     self._say(owner, news, [np.array(row)])
             case member.GiveSum(version):
                 _LOG.debug("%s has its sum of update %d", self._task, version)

@@ -57,7 +57,8 @@ class Told:
         self.news: list[tuple[TaskName, str]] = []
 
     def post(self, dst: TaskName, frame: Frame) -> None:
-        self.news.append((dst, frame.header.gate_event.group.what))
+        kind = frame.header.gate_event.group.WhichOneof("kind")
+        self.news.append((dst, kind))
 
 
 def gates(
@@ -154,7 +155,7 @@ def test_only_who_leads_begins_children_and_a_gate_that_ends_ends_its_own() -> N
         opened: dict[str, Gate] = {}
         there, told = gates(TWO, HERE, opened)
         there.open(order("new"))
-        begin = pb.GroupNews(what="begin", epoch=1, port=1)
+        begin = pb.GroupNews(begun=pb.EpochBegun(epoch=1, port=1))
         for src, opening in ((ONE, "old"), (TaskName("/job:ps/task:0"), "new")):
             there.received(src, pb.GateEvent(gate="g", opening=opening, group=begin))
         assert not sums_of(opened).child
@@ -174,7 +175,7 @@ def test_a_part_of_another_size_is_refused_and_a_whole_set_is_averaged() -> None
         there, _ = gates(TWO, HERE, opened)
         there.open(order())
         sums = sums_of(opened)
-        news = pb.GroupNews(what="part", version=0)
+        news = pb.GroupNews(part=0)
         for wrong in (np.zeros(3, np.float32), np.zeros(16, np.float64)):
             with pytest.raises(MalformedMessageError, match=r"float32\[16\]"):
                 sums.received(ONE, news, [wrong])
@@ -182,7 +183,7 @@ def test_a_part_of_another_size_is_refused_and_a_whole_set_is_averaged() -> None
         kept = sums.keep(0, {("g", "mean/a"): a, ("g", "mean/b"): b, ("g", "x"): a})
         assert list(kept) == [("g", "x")]
         sums.received(ONE, news, [np.full(16, 2, np.float32)])
-        sums.received(ONE, pb.GroupNews(what="gave up"), [])
+        sums.received(ONE, pb.GroupNews(gave_up=pb.Empty()), [])
         sums.all_contributed(0)
         joint = sums.joined([{("g", "x"): a}, {("g", "x"): 3 * a}])
         assert joint["g", "mean/b"].tolist() == [[3], [4]]
@@ -223,7 +224,7 @@ def test_a_member_whose_child_cannot_begin_tells_who_leads() -> None:
     async def run() -> None:
         there, told = gates(TWO, HERE, {})
         there.open(order())
-        begin = pb.GroupNews(what="begin", epoch=1, port=1)
+        begin = pb.GroupNews(begun=pb.EpochBegun(epoch=1, port=1))
         with no_more_files():
             there.received(ONE, pb.GateEvent(gate="g", group=begin))
             await turns_of_the_loop()
@@ -240,10 +241,10 @@ def test_a_leader_that_finds_no_free_port_gives_up_at_once() -> None:
         there, told = gates(ONE, HERE, {})
         there.open(order())
         with no_more_files():
-            opened = pb.GroupNews(what="opened")
+            opened = pb.GroupNews(opened=pb.Empty())
             there.received(TWO, pb.GateEvent(gate="g", group=opened))
             await turns_of_the_loop()
-        assert told.news == [(TWO, "asked"), (TWO, "gave up")]
+        assert told.news == [(TWO, "asked"), (TWO, "gave_up")]
         there.drop_all()
 
     asyncio.run(run())
