@@ -11,7 +11,7 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.deadlines import COMPILE_S, CONTROL_S, bulk_timeout_s
 from jgraph.cluster.in_process import run_in_process
 from jgraph.coordination.step.run_metadata import PartTimes
-from jgraph.errors import ClusterError
+from jgraph.errors import ClusterError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -48,10 +48,7 @@ class Programs:
           name: before the handle; that of the program if unset.
           phases: what was done for it before, from when to when, for a timeline.
         """
-        while (old := self._next_garbage()) is not None:
-            with suppress(ClusterError):
-                if old in self._handles:  # else all were taken back since
-                    self.unregister(old)
+        self._take_back_garbage()
         handle = unique(name or program.name)
         message, tensors = encode_program(program)
         now = _clock.now()
@@ -62,21 +59,39 @@ class Programs:
             for what, began, ended in phases
         ]
         order = pb.RegisterProgram(handle=handle, program=message, phases=done)
-        self._cluster.call(
-            "Master.RegisterProgram",
-            frame(register_program=order, tensors=tensors),
-            timeout_s=COMPILE_S + CONTROL_S,
-        )
         self._handles.append(handle)
+        try:
+            self._cluster.call(
+                "Master.RegisterProgram",
+                frame(register_program=order, tensors=tensors),
+                timeout_s=COMPILE_S + CONTROL_S,
+            )
+        except BaseException:
+            self.give_up(handle)  # some of its tasks may have it
+            raise
         return handle
 
     def register_all(self, programs: Sequence[Program]) -> list[str]:
-        """Compiles programs side by side and returns their handles."""
+        """Compiles programs side by side and returns their handles.
+
+        Raises:
+          JGError: one cannot be registered; then none is.
+        """
         with ThreadPoolExecutor(max(1, min(8, len(programs)))) as threads:
-            return list(threads.map(self.register, programs))
+            registrations = [threads.submit(self.register, one) for one in programs]
+        try:
+            return [one.result() for one in registrations]
+        except JGError:
+            for one in registrations:
+                if one.exception() is None:
+                    self.give_up(one.result())
+            self._take_back_garbage()
+            raise
 
     def unregister(self, handle: str) -> None:
-        """Makes all tasks forget a program."""
+        """Makes all tasks forget a program, unless all were taken back since."""
+        if handle not in self._handles:
+            return
         self._handles.remove(handle)
         order = pb.ProgramHandle(handle=handle)
         self._cluster.call("Master.UnregisterProgram", frame(program_handle=order))
@@ -84,6 +99,11 @@ class Programs:
     def give_up(self, handle: str) -> None:
         """Takes a program back when the next one is registered; never waits."""
         self._garbage.append(handle)
+
+    def _take_back_garbage(self) -> None:
+        while (old := self._next_garbage()) is not None:
+            with suppress(ClusterError):
+                self.unregister(old)
 
     def _next_garbage(self) -> str | None:
         # Programs are registered side by side: another thread may take the last one.

@@ -25,7 +25,6 @@ from jgraph.errors import (
     TaskLostError,
     UnknownMethodError,
 )
-from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, installed_version, kind_of
@@ -34,7 +33,6 @@ from jgraph.rpc.shared_memory.lending import copy_seconds
 from jgraph.rpc.statistics import TransportStatistics
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Frame, Tensor
-from jgraph.rpc.wire.program_codec import decode_program
 from jgraph.runtime.compute_errors import as_error
 from jgraph.runtime.cost import ALWAYS_AT_ONCE_S
 from jgraph.runtime.task import TaskRuntime, by_name
@@ -45,8 +43,7 @@ from jgraph.server.gates.group_host import GroupHost
 from jgraph.server.host_room import DiskLooks, memory_free
 from jgraph.server.loops.dealer import Dealers
 from jgraph.server.loops.task_loops import TaskLoops
-from jgraph.server.members.messages import arrangement_in
-from jgraph.server.process_setup import give_back_memory
+from jgraph.server.program_service import ProgramService
 from jgraph.server.replication.streams import ChangeStreams
 from jgraph.server.state_service import SaveCounts, state_methods, table_statuses
 from jgraph.server.steps.driver import StepDriver, waits_of
@@ -115,10 +112,10 @@ class TaskService:
         self.loops = TaskLoops(
             context, self.shell, self.driver, self.gates, self.dealers
         )
+        programs = ProgramService(context, self.runtime, self.shell, self._flight)
         self.methods: dict[str, Answer] = {
             "TaskStatus": self._task_status,
-            "RegisterProgram": self._register_program,
-            "UnregisterProgram": self._unregister_program,
+            **programs.methods,
             "RunStep": self._run_step,
             **self.loops.methods,
             **self.records.methods,
@@ -291,40 +288,6 @@ class TaskService:
     async def _task_status(self, request: Frame) -> AsyncIterator[Frame]:
         yield frame(task_status=await self.status())
 
-    async def _register_program(self, request: Frame) -> AsyncIterator[Frame]:
-        failpoint("program.received")
-        body = body_of(request)
-        if body.HasField("members"):
-            self.context.arrange(arrangement_in(body.members))
-        self._flight.client_phases(body)
-        before, began = self.runtime.cache.compilations, self.shell.now()
-        program = decode_program(body.program, request.tensors)
-        loaded = await self.shell.run(lambda: self.runtime.load(program))
-        tasks = [TaskName(task) for task in body.participants]
-        self.runtime.register(body.handle, program, loaded, tasks)
-        compiled = self.runtime.cache.compilations - before
-        flight, now = self.runtime.flight, self.shell.now()
-        flight.note("register", program.name, began, now)
-        yield frame(
-            program_handle=pb.ProgramHandle(handle=body.handle, compilations=compiled)
-        )
-
-    async def _unregister_program(self, request: Frame) -> AsyncIterator[Frame]:
-        body = body_of(request)
-        runs = self.runtime.unregister(body.handle)
-        if body.settle:
-            for run in runs:
-                settled = asyncio.Event()
-                run.work.when_settled(settled.set)
-                await settled.wait()
-        await self._give_back_memory()
-        yield frame(empty=pb.Empty())
-
-    async def _give_back_memory(self) -> None:
-        """For when work is over that comes once, see ``give_back_memory``."""
-        await self.context.transport.give_back_memory()
-        await asyncio.to_thread(give_back_memory)
-
     def run_at_once(
         self, handle: str, arrays: Sequence[np.ndarray[Any, Any]], limit_s: float
     ) -> list[np.ndarray[Any, Any]] | None:
@@ -402,7 +365,7 @@ class TaskService:
         self.records.drop(containers)
         self.gates.drop(containers or list(self.runtime.gates))
         self.loops.forget_data(containers)
-        await self._give_back_memory()
+        await self.shell.give_back_memory()
         yield frame(empty=pb.Empty())
 
     async def _move_variables(self, request: Frame) -> AsyncIterator[Frame]:

@@ -19,7 +19,7 @@ from jgraph.errors import (
     UnknownDeviceError,
     VariableMismatchError,
 )
-from jgraph.graph.device import device
+from jgraph.graph.device import TaskName, device
 from jgraph.graph.tracing.function import function
 from jgraph.graph.variable import Variable
 from jgraph.rpc.security.token import find_token
@@ -384,3 +384,18 @@ def test_a_large_variable_is_asked_of_the_task_that_has_it(
     assert (session.read(w)["w"] == value).all()
     more = {task: count - before[task] for task, count in asked().items()}
     assert {task for task, count in more.items() if count} == {"/job:ps/task:1"}
+
+
+def test_of_programs_that_are_not_all_taken_no_task_keeps_one(
+    cluster: Cluster, session: Session
+) -> None:
+    def half(x: Any) -> Any:
+        with device("/job:worker/task:1"):
+            return x / 2
+
+    program = session.plan(half, np.float32(3)).program
+    nowhere = program.rename_task(program.driver, TaskName("/job:worker/task:7"))
+    with pytest.raises(UnknownDeviceError, match="no /job:worker/task:7"):
+        session.register_all([program, nowhere])
+    assert not any("half" in p for t in cluster.status().tasks for p in t.programs)
+    assert len(session.register_all([program])) == 1

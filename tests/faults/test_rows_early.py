@@ -54,6 +54,12 @@ def fit(there: Trainer, checkpoint: Checkpoints | None = None) -> Run:
     )
 
 
+def trained(cluster: LocalCluster) -> int:
+    """Returns how many programs of a training step the first worker has."""
+    names = [p.partition("-")[0] for p in cluster.status().tasks[2].programs]
+    return names.count("train_step") + names.count("contribute")
+
+
 def share_of(strategy: Strategy) -> int:
     """Returns how many batches an update is the average of."""
     return 2 if isinstance(strategy, SyncPS) else 1
@@ -92,6 +98,7 @@ def test_a_ps_that_is_killed_while_a_run_is_prepared_is_waited_for(
     run = fit(there)
     assert len(acted) > 1
     assert (run.state, run.steps, run.recoveries()) == ("done", STEPS, [])
+    assert trained(cluster) == 1  # what was given for the first try is taken back
     check_recovered(there, run, share=share_of(strategy))
     fault.names += [SAID, "SIGKILL"]
     there.close()
@@ -136,5 +143,6 @@ def test_values_that_nothing_has_are_not_begun_anew(
     assert len(acted) > 1
     what = f"{PS} lost what it held before the run began; there is no checkpoint"
     assert what in str(caught.value)
+    assert trained(cluster) == 1  # of the run before
     fault.names += [SAID, "SIGKILL"]
     there.close()

@@ -15,6 +15,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.runtime.cost import Cost, available_cores, runs_at_once
 from jgraph.runtime.rendezvous import StepKey
+from jgraph.server.process_setup import give_back_memory
 from jgraph.server.steps.messages import StepMessages
 from jgraph.server.task_context import TaskContext
 
@@ -148,6 +149,11 @@ class TaskHost:
     def later(self, seconds: float, callback: Callable[[], None]) -> None:
         """Calls ``callback`` after that time, on the event loop."""
         self._loop.call_later(seconds, callback)
+
+    async def give_back_memory(self) -> None:
+        """For when work is over that comes once, see ``process_setup``."""
+        await self._context.transport.give_back_memory()
+        await asyncio.to_thread(give_back_memory)
 
     def close(self) -> None:
         """Lets running work end and takes no more."""

@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from jgraph.client.runs.follower import Owner, RunFollower
 from jgraph.client.runs.runs import RunInfo
 from jgraph.client.runs.submission import MakeLoops, submit_run
 from jgraph.cluster.loop_messages import ARBITER, DealtData, LoopReport
 from jgraph.coordination.data.batch_book import BatchBook
-from jgraph.errors import ConfigError, JGError
+from jgraph.errors import ClusterError, ConfigError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.data.data import Dataset
@@ -28,6 +28,8 @@ from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.messages import about_run
 from jgraph.train.strategies.prepared import Prepared, PsCuts, plan_cuts
 from jgraph.train.strategies.workers import Workers, chunks_of, end_run
+
+_T = TypeVar("_T")
 
 
 @final
@@ -63,6 +65,8 @@ class RemoteRuns:
         self.last: Prepared | None = None
         """What was prepared last."""
         self._has_replaced = False  # programs, since they were registered
+        # Handles of the runs before, of which a detached one may go on.
+        self._of_runs: frozenset[str] = frozenset()
         self._follower: RunFollower | None = None
         self._has_gone_back = False
         self._question_position: Position = None
@@ -100,8 +104,8 @@ class RemoteRuns:
         if self._elastic is not None:
             self._elastic.check_count(len(self.workers.tasks))
         self._check_ps(order)
-        losses = EarlyLosses(self._state, order, self._forget)
-        losses.outlive(partial(self._make_ready, prepared, order))
+        self._of_runs = frozenset(prepared.handles)
+        self._outlive(prepared, order, partial(self._make_ready, prepared, order))
         with self._state.lock:
             self.workers.upload(prepared.graph, order, book)
         return prepared
@@ -114,16 +118,14 @@ class RemoteRuns:
         """
         state, workers = self._state, self.workers.tasks
         is_new = not prepared.handles or self._has_replaced
-        programs = prepared.programs(workers) if is_new else ()
         # Tasks compile while this client makes and sends the initial values.
         with state.lock, ThreadPoolExecutor(1) as thread:
-            registration = thread.submit(state.session.register_all, programs)
+            registration = thread.submit(self._register, prepared) if is_new else None
             state.initialize()
             if order.save_every and order.lease_s is not None:  # this client saves
                 state.prepare_to_keep(anew=self._has_replaced)
-            if is_new:
-                prepared.handles = registration.result()
-                prepared.workers = dict(zip(prepared.handles, workers, strict=False))
+            if registration is not None:
+                registration.result()
             self._keep_copies(prepared)
             if state.copies is not None:
                 state.copies.admit(0, prepared.handles[: len(workers)])
@@ -132,11 +134,39 @@ class RemoteRuns:
             state.check_values()
             self._has_replaced = False
 
-    def _forget(self) -> None:
+    def _register(self, prepared: Prepared) -> None:
+        workers = self.workers.tasks
+        programs = prepared.programs(workers)
+        prepared.handles = self._state.session.register_all(programs)
+        prepared.workers = dict(zip(prepared.handles, workers, strict=False))
+
+    def _outlive(self, prepared: Prepared, order: Order, work: Callable[[], _T]) -> _T:
+        """Returns what is done before a run begins, which is done again after losses.
+
+        Raises:
+          JGError: see ``EarlyLosses.outlive``; no task has the programs any more.
+        """
+        losses = EarlyLosses(self._state, order, partial(self._forget, prepared))
+        try:
+            return losses.outlive(work)
+        except JGError:
+            self._take_back(prepared)
+            raise
+
+    def _forget(self, prepared: Prepared) -> None:
         """Makes all programs and copies anew next time: a task may have lost them."""
         self._has_replaced = True
+        self._take_back(prepared)
         if self._state.copies is not None:
             self._state.copies.end()
+
+    def _take_back(self, prepared: Prepared) -> None:
+        """Makes all tasks forget the programs that were registered for a run."""
+        handles, prepared.handles = prepared.handles, []
+        with suppress(ClusterError, ConfigError):  # it ends, or the client was closed
+            for handle in handles:
+                if handle not in self._of_runs:
+                    self._state.session.unregister(handle)
 
     def _keep_copies(self, prepared: Prepared) -> None:
         # First: what counts contributions is copied with all that a ps holds.
@@ -172,9 +202,8 @@ class RemoteRuns:
         state.begin_run()
         self.rounds.nbytes = prepared.plan.nbytes_per_step
         try:
-            losses = EarlyLosses(state, order, self._forget)
             submit = partial(self._submit, prepared, order, make, data, owner)
-            run = losses.outlive(submit)
+            run = self._outlive(prepared, order, submit)
             scaling = None if begin_scaling is None else begin_scaling(run.info.name)
             try:
                 for chunk in self._follow(run, prepared.names):
