@@ -35,7 +35,8 @@ def lines_of(example: str, directory: Path) -> list[str]:
 def test_the_examples_of_the_readme_run(number: int, tmp_path: Path) -> None:
     last = lines_of(blocks("README.md", "python")[number], tmp_path)[-1]
     if number == 0:
-        assert float(last.removeprefix("mean error ")) < 0.05
+        # 0.25 of a model that says 0; 0.02 to 0.04, by how stale gradients are.
+        assert float(last.removeprefix("mean error ")) < 0.1
     else:
         assert last.startswith("2.28")
 
