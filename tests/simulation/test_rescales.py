@@ -107,7 +107,8 @@ def test_a_master_that_is_a_ps_and_leaves_gives_away_what_it_has_first() -> None
     for seed in range(FIRST, FIRST + max(3, RUNS // 16)):
         world = rescaled(seed, master_leaves)
         assert not world.restores
-        assert world.switches[-1] == 1
+        # Its event may end with the master, which leaves as soon as variables moved.
+        assert world.client_ps == 1
 
 
 def test_same_number_is_the_same_run_of_rescales() -> None:
