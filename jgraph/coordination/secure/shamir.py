@@ -9,8 +9,6 @@ Source: Shamir, "How to Share a Secret", 1979.
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from jgraph.errors import ConfigError
-
 PRIME: Final = (1 << 256) + 297
 """The least prime above all numbers of 32 bytes."""
 
@@ -59,37 +57,3 @@ def recovered(parts: Mapping[int, bytes]) -> bytes | None:
         total = (total + value * above * pow(below, -1, PRIME)) % PRIME
     # Of false shares it may be one of the few numbers that have no 32 bytes.
     return None if total >> 256 else total.to_bytes(SECRET_BYTES, "big")
-
-
-def check_threshold(neighbours: int, threshold: int) -> None:
-    """Refuses numbers with which a secure sum is not secure, or never made.
-
-    Half of the neighbours or fewer could be asked for one secret of a member, and the
-    others for the other one.
-
-    Args:
-      neighbours: of each member.
-      threshold: shares that make a secret.
-
-    Raises:
-      ConfigError: says what to write.
-
-    Example:
-      >>> check_threshold(10, 7)
-    """
-    if neighbours < 2 or neighbours % 2:
-        raise ConfigError(
-            f"a secure sum with neighbours={neighbours}: each member has as many on "
-            f"both sides; write an even number, 2 or more"
-        )
-    if threshold > neighbours:
-        raise ConfigError(
-            f"a secure sum with threshold={threshold} of neighbours={neighbours} has "
-            f"never so many shares; write threshold={neighbours * 2 // 3 + 1} or less"
-        )
-    if 2 * threshold <= neighbours:
-        raise ConfigError(
-            f"a secure sum with threshold={threshold} of neighbours={neighbours}: who "
-            "sums could ask one half for one secret of a member, and the other half "
-            f"for the other; write threshold={neighbours // 2 + 1} or more"
-        )

@@ -2449,7 +2449,6 @@ class LoopReport(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     STATE_FIELD_NUMBER: _builtins.int
-    STEPS_DONE_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
     DATA_DONE_FIELD_NUMBER: _builtins.int
@@ -2474,7 +2473,6 @@ class LoopReport(_message.Message):
     """"running", "done", "stopped"; synchronous: "paused", "alone"; of a run that looks
     after its tasks also "lost" and "restored".
     """
-    steps_done: _builtins.int
     seconds: _builtins.float
     data_done: _builtins.int
     """batches done since the loop began, in the order dealt"""
@@ -2539,7 +2537,6 @@ class LoopReport(_message.Message):
         self,
         *,
         state: _builtins.str = ...,
-        steps_done: _builtins.int = ...,
         seconds: _builtins.float = ...,
         times: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         data_done: _builtins.int = ...,
@@ -2563,7 +2560,7 @@ class LoopReport(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "homes", b"homes", "question", b"question", "rescaled", b"rescaled", "restored", b"restored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "halted", b"halted", "handle", b"handle", "homes", b"homes", "in_flight", b"in_flight", "loop", b"loop", "number", b"number", "pieces", b"pieces", "question", b"question", "replica", b"replica", "rescaled", b"rescaled", "restored", b"restored", "rounds", b"rounds", "seconds", b"seconds", "state", b"state", "steps_done", b"steps_done", "task", b"task", "times", b"times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_done", b"data_done", "data_position", b"data_position", "done", b"done", "dropped", b"dropped", "error", b"error", "halted", b"halted", "handle", b"handle", "homes", b"homes", "in_flight", b"in_flight", "loop", b"loop", "number", b"number", "pieces", b"pieces", "question", b"question", "replica", b"replica", "rescaled", b"rescaled", "restored", b"restored", "rounds", b"rounds", "seconds", b"seconds", "state", b"state", "task", b"task", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -103,8 +103,6 @@ class LoopReports:
         self.reported_at = self._clock.now()
         self._number += 1
         header.number = self._number
-        if rows:
-            header.steps_done = rows[-1][0] + 1
         header.seconds = self.reported_at - self._began
         self._state = header.state
         self._sent.append((header, rows))

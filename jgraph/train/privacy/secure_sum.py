@@ -1,9 +1,9 @@
 """SecureSum: options of federated rounds of which the ps see sums alone."""
 
+import math
 from dataclasses import dataclass
 from typing import final
 
-from jgraph.coordination.secure.quantise import check_room
 from jgraph.coordination.sync.secure_rounds import SumRule, sum_rule
 from jgraph.errors import ConfigError
 from jgraph.train.counts import as_ints, is_count, is_duration
@@ -99,3 +99,26 @@ class SecureSum:
 
     def _repr_html_(self) -> str:
         return markup.data(self)
+
+
+def check_room(bits: int, members: int, most_weight: int) -> None:
+    """Refuses sums that could pass 2^32.
+
+    Args:
+      bits: of a value.
+      members: how many may contribute.
+      most_weight: of one.
+
+    Raises:
+      ConfigError: says what there is room for.
+
+    Example:
+      >>> check_room(20, 100, 32)
+    """
+    needs = bits + math.ceil(math.log2(members * most_weight))
+    if needs > 32:
+        raise ConfigError(
+            f"a secure sum of {bits} bits by {members} members of a weight up to "
+            f"{most_weight} needs {needs} bits, and there are 32; write bits="
+            f"{max(1, bits - (needs - 32))}, or a smaller weight"
+        )

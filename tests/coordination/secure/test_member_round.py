@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given, settings, strategies as st
 
 from jgraph.coordination.secure.member_round import (
@@ -14,9 +13,8 @@ from jgraph.coordination.secure.member_round import (
     SharesAsked,
     SharesCame,
 )
-from jgraph.coordination.secure.shamir import check_threshold
 from jgraph.coordination.secure.sum_round import neighbours_of
-from jgraph.errors import ConfigError, SecureSumError
+from jgraph.errors import SecureSumError
 
 NAMES = ("a", "b", "c", "d", "e")
 some = st.lists(st.sampled_from(NAMES), max_size=6).map(tuple)
@@ -58,23 +56,6 @@ def test_no_order_of_requests_gets_both_secrets_of_one(told: Sequence[object]) -
         assert not set(answer.seeds_of) & set(answer.keys_of)
         assert {*answer.seeds_of, *answer.keys_of} == set(masked[of])
         assert len(answer.seeds_of) >= 2
-
-
-@pytest.mark.bad_input_row(31)
-@pytest.mark.parametrize(
-    ("neighbours", "threshold", "message"),
-    [
-        (3, 2, "write an even number"),
-        (0, 1, "write an even number"),
-        (4, 5, "write threshold=3 or less"),
-        (10, 5, "write threshold=6 or more"),
-    ],
-)
-def test_numbers_that_are_not_secure_are_refused(
-    neighbours: int, threshold: int, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_threshold(neighbours, threshold)
 
 
 @given(count=st.integers(2, 40), near=st.sampled_from([2, 4, 8]), seed=st.integers(0))

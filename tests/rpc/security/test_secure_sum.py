@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jgraph.coordination.secure.quantise import check_room, mean_of, quantised
 from jgraph.coordination.secure.shamir import PRIME, recovered, shares
-from jgraph.errors import ConfigError, SecureSumError
+from jgraph.errors import SecureSumError
 from jgraph.rpc.security.masks import KeyPair, add_words, derived, seal, unseal
 from jgraph.rpc.security.secure_sum import SumMember, Told
 from tests.support.secure_sums import Outcome, summed
@@ -203,27 +202,6 @@ def test_a_contribution_of_another_model_is_refused() -> None:
         summed(there, values, {}, neighbours=4, threshold=3)
 
 
-def test_a_weighted_mean_comes_through_a_secure_sum() -> None:
-    there, bits, clip = members(6, 4), 20, 8.0
-    check_room(bits, len(there), 9)
-    rng = np.random.default_rng(1)
-    real = {name: rng.normal(size=50).astype(np.float32) for name in there}
-    weights = {name: n + 1 for n, name in enumerate(sorted(there))}
-    values = {
-        name: np.append(
-            quantised(real[name], weights[name], clip=clip, bits=bits),
-            np.uint32(weights[name]),
-        )
-        for name in there
-    }
-    out = summed(there, values, {"masked": ["m04"]}, neighbours=6, threshold=4)
-    weight = int(out.total[-1])
-    assert weight == sum(weights[name] for name in out.inside) == 16
-    found = mean_of(out.total[:-1], weight, clip=clip, bits=bits)
-    due = sum(real[name] * np.float64(weights[name]) for name in out.inside) / weight
-    np.testing.assert_allclose(found, due, atol=clip / 2**bits)
-
-
 @pytest.mark.parametrize("threshold", [1, 2, 5])
 def test_a_secret_comes_back_from_enough_shares_and_not_from_fewer(
     threshold: int,
@@ -306,10 +284,3 @@ def test_words_are_one_stream_however_many_there_are(count: int) -> None:
     assert len(set(many.tolist())) > 99_900
     add_words(many, key, takes_away=True)
     assert not many.any()
-
-
-def test_values_that_have_no_room_are_refused() -> None:
-    with pytest.raises(ConfigError, match="write bits=18"):
-        check_room(20, 64, 256)
-    with pytest.raises(SecureSumError, match="not finite"):
-        quantised([1.0, np.nan], 1, clip=1.0, bits=8)
