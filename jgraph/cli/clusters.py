@@ -179,7 +179,7 @@ def scale(
     can be started of a cluster that `jgraph up` holds on this machine; elsewhere each
     host starts its own, with `jgraph server --join`.
     """
-    from jgraph.client.cluster import connect
+    from jgraph.client.cluster import connect_as_is
     from jgraph.client.runs.scaling import Scaler
     from jgraph.errors import RescaleError
     from jgraph.launch.local.daemon import start_tasks
@@ -200,7 +200,8 @@ def scale(
 
     since_s = began.now()
     files = {"tls": tls_dir, "token_file": token_file}
-    with connect(where, timeout_s=timeout, **files) as cluster:
+    # One that is lost is the first to leave.
+    with connect_as_is(where, timeout_s=timeout, **files) as cluster:
         acts = start, cluster.leave, cluster.announce, lambda tasks: None
         Scaler(cluster, *acts, timeout_s=timeout).scale(*map(_count, (workers, ps)))
         arrangement = cluster.arrangement

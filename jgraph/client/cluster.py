@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
@@ -179,12 +180,13 @@ class Cluster(Connection):
     ) -> list[TaskName]:
         """Makes the cluster have more workers and ps, or fewer, while runs go on.
 
-        Those that join take part in runs with ``jg.Elastic``. Those that leave, the
-        ones with the highest indices, hand over as by ``drain``. Variables of runs with
-        ``jg.Elastic(ps=…)`` move to ps that join, and from those that leave, while
-        loops pause. Only who starts a
-        cluster's processes can start more: ``jg.LocalCluster(elastic=True)``, ``jgraph
-        up``, Ray; anywhere else start them with ``jgraph server --join``.
+        Those that join take part in runs with ``jg.Elastic``. Of workers those leave
+        that are lost, then those that leave already, then the ones with the highest
+        indices; of ps the last ones. They hand over as by ``drain``. Variables of runs
+        with ``jg.Elastic(ps=…)`` move to ps that join, and from those that leave, while
+        loops pause. Only who starts a cluster's processes can start more:
+        ``jg.LocalCluster(elastic=True)``, ``jgraph up``, Ray; anywhere else start them
+        with ``jgraph server --join``.
 
         Args:
           workers: how many there are to be, or a change: ``"+1"``, ``"-2"``.
@@ -216,9 +218,13 @@ class Cluster(Connection):
         )
 
     def leave(self, task: TaskName) -> None:
-        """Tells a task to end, and to be no task of the cluster any more."""
+        """Tells a task to end, and to be no task of the cluster any more.
+
+        One that is lost has ended, and is none once its cluster has seen that.
+        """
         self.announce(task)
-        self.drain(task)
+        with suppress(ClusterUnreachableError, TaskLostError):
+            self.drain(task)
 
     def announce(self, task: TaskName) -> None:
         """Says that a task will leave the cluster: what it holds moves to others."""
@@ -385,7 +391,7 @@ class Cluster(Connection):
         inner = {
             *("at_close", "call", "check_startable", "drop_held", "find", "gone"),
             *("leave", "let_go", "move_to", "platforms", "take_members", "transport"),
-            *("refresh", "renewed_tasks", "starts_again"),
+            *("refresh", "renewed_tasks", "starts_again", "status_now"),
         }
         return [name for name in super().__dir__() if name not in inner]
 
@@ -463,6 +469,28 @@ def connect(
             f"connect takes the address of a server, not {target!r:.60}; write for "
             "example jg.connect('jgraph://localhost:8470')"
         )
+    return _connected(target, timeout_s, tls, token_file, waits=True)
+
+
+def connect_as_is(
+    target: str,
+    *,
+    timeout_s: float = CONNECT_S,
+    tls: TLSFiles | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+) -> Cluster:
+    """Connects as ``connect`` does, and does not wait for tasks that are lost."""
+    return _connected(target, timeout_s, tls, token_file, waits=False)
+
+
+def _connected(
+    target: str,
+    timeout_s: float,
+    tls: TLSFiles | None,
+    token_file: str | os.PathLike[str] | None,
+    *,
+    waits: bool,
+) -> Cluster:
     files = as_tls(tls, None)
     address = address_of(target, files)
     path = token_file or token_file_in(target)
@@ -474,7 +502,7 @@ def connect(
             return f"{refusals[0]}; waiting up to {timeout_s:g} s"
         return f"connecting to {address} and all its tasks"
 
-    opening = _open_in_time(address, timeout_s, token, files, refusals)
+    opening = _open_in_time(address, timeout_s, token, files, refusals, waits=waits)
     with show_wait(waited_for):
         transport, reply = event_loop.run(opening)
     token_path = token.path if path else None
@@ -482,18 +510,31 @@ def connect(
 
 
 async def open_cluster(
-    address: Address, timeout_s: float, token: Token, tls: TLS | None = None
+    address: Address,
+    timeout_s: float,
+    token: Token,
+    tls: TLS | None = None,
+    *,
+    waits: bool = True,
 ) -> tuple[GrpcTransport, pb.ClusterStatus]:
-    """Calls the roll at a master; returns the transport and who answered."""
+    """Calls the roll at a master; returns the transport and who answered.
+
+    Args:
+      address: of the master.
+      timeout_s: limit.
+      token: of the cluster.
+      tls: certificates; None: plain text.
+      waits: for every task; False: only the master has to answer.
+    """
+    method, question = "Master.Status", frame(empty=pb.Empty())
+    if waits:
+        method, question = "Master.Connect", connect_request(timeout_s)
     transport = GrpcTransport(None, tls=tls, token=token)
     await transport.start(NoHandler())
     try:
         # The master keeps the deadline and knows whom it waits for: ours is later.
         reply = await transport.ask(
-            address,
-            "Master.Connect",
-            connect_request(timeout_s),
-            timeout_s=timeout_s + CONTROL_S,
+            address, method, question, timeout_s=timeout_s + CONTROL_S
         )
         status: pb.ClusterStatus = body_of(reply)
         check_versions(status, jax.__version__)
@@ -509,6 +550,8 @@ async def _open_in_time(
     token: Token,
     tls: TLS | None,
     refusals: list[str],
+    *,
+    waits: bool,
 ) -> tuple[GrpcTransport, pb.ClusterStatus]:
     """Opens a cluster whose server may still be starting; notes why it is not there."""
     clock = SystemClock()
@@ -516,7 +559,8 @@ async def _open_in_time(
     polling = Polling(ASK_AGAIN_S, timeout_s - ASK_AGAIN_S, clock)
     while True:
         try:
-            return await open_cluster(address, deadline - clock.now(), token, tls)
+            left_s = deadline - clock.now()
+            return await open_cluster(address, left_s, token, tls, waits=waits)
         except (ClusterUnreachableError, TaskLostError) as error:
             restarts = isinstance(error, TaskLostError)
             may_come = restarts or error.details.get("may_be_starting", False)

@@ -105,8 +105,14 @@ class Connection:
 
     def refresh(self) -> None:
         """Asks the master who has joined the cluster, and left it."""
+        self.status_now()
+
+    def status_now(self) -> pb.ClusterStatus:
+        """Asks the master how the tasks are, and takes note of who they are."""
         reply = self.call("Master.Status", frame(empty=pb.Empty()), timeout_s=15.0)
-        self.take_members(body_of(reply))
+        status: pb.ClusterStatus = body_of(reply)
+        self.take_members(status)
+        return status
 
     def take_members(self, status: pb.ClusterStatus) -> None:
         """Takes note of the tasks that a master tells of, unless they are older."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Final, Self, final
 
-from jgraph.client.cluster import connect
+from jgraph.client.cluster import connect_as_is
 from jgraph.client.inspect import status_of
 from jgraph.clock import SystemClock
 from jgraph.cluster.polling import Polling
@@ -198,6 +198,8 @@ _POLL_S: Final = 0.5
 _START_S: Final = 90.0
 _END_S: Final = 40.0
 _CHECK_S: Final = 20.0
+_LATE_S: Final = 15.0
+"""So long a process may take to start, and then ends, as its input is closed."""
 _SPARES: Final = 64
 """Certificates for workers that may join."""
 
@@ -260,6 +262,7 @@ class HostsCluster:
         self._jgraph, self._log_dir, self._say = jgraph, log_dir, say
         self._remotes = [self._start(task) for task in tasks]
         self._joined: list[RemoteProcess] = []
+        self._leavers: list[RemoteProcess] = []
 
     def wait(self, timeout_s: float) -> None:
         """Waits until all tasks answer; those that die later are started again.
@@ -317,6 +320,11 @@ class HostsCluster:
             here = [one for one in self._joined if one.host == host]
             if here:
                 self._joined.remove(here[-1])
+                if (
+                    self._restarter is not None
+                ):  # however it ends, it does not come back
+                    self._restarter.forget(here[-1])
+                self._leavers.append(here[-1])
                 leavers.append(here[-1].task)
             else:
                 self._say(
@@ -324,10 +332,12 @@ class HostsCluster:
                     "stay"
                 )
         if leavers:
-            with connect(self.target, tls=self.certificates) as cluster:
+            with connect_as_is(self.target, tls=self.certificates) as cluster:
+                members = cluster.renewed_tasks("worker")
                 for task in leavers:
-                    self._say(f"{task} is told to leave")
-                    cluster.leave(task)
+                    if task in members:  # else it is lost, or has left by itself
+                        self._say(f"{task} is told to leave")
+                        cluster.leave(task)
 
     def _join(self, host: Host) -> None:
         if not self._spares:
@@ -352,7 +362,7 @@ class HostsCluster:
 
     def is_over(self) -> bool:
         """Whether no task runs any more, or will."""
-        ends = self.gone()
+        ends = {*self.gone(), *(one.task for one in self._leavers if one.code)}
         return all(one.code == 0 or one.task in ends for one in self._remotes)
 
     def close(self) -> None:
@@ -371,10 +381,18 @@ class HostsCluster:
         if self._restarter is not None:
             self._restarter.join()
         self._secrets.cleanup()
+        # What lost its input as it started ends when it comes to read that.
+        is_late = any((one.code or 0) < 0 for one in self._remotes)
+        polling = Polling(_POLL_S, _LATE_S if is_late else 0.0, self._clock)
+        while found := self._left_over():
+            if not polling.wait():
+                raise StartError(f"the cluster ended, but {'; '.join(found)}")
+
+    def _left_over(self) -> list[str]:
+        """Returns in words what is left, by host."""
         hosts = {host.login: host for host in self._ever}
         looks = [(host, self._look(host)) for host in hosts.values()]
-        if found := [said for host, look in looks if (said := _remains(host, look))]:
-            raise StartError(f"the cluster ended, but {'; '.join(found)}")
+        return [said for host, look in looks if (said := _remains(host, look))]
 
     def __enter__(self) -> Self:
         return self

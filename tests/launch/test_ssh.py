@@ -206,12 +206,21 @@ def test_workers_join_and_leave_as_the_hosts_file_says(
             assert are(2)
             become(lines)
             wait_until(lambda: are(1), 60)
+            become(f"{lines}two 127.0.0.1\n" * 2)  # a line twice is two workers
+            wait_until(lambda: are(5), 60)
+            there = {task.task: task.pid for task in cluster.status().tasks}
+            psutil.Process(there["/job:worker/task:2"]).kill()
+            become(lines)  # the one that was lost has no line any more either
+            wait_until(lambda: are(1), 60)
             become("one 127.0.0.1\n")
             logged_until(running, "two keeps its tasks")
             assert are(1)
         running.send_signal(signal.SIGINT)
-        out, _ = running.communicate(timeout=60)
-    assert (running.returncode, json.loads(out)) == (0, {"ended": True})
+        out, said = running.communicate(timeout=60)
+    assert running.returncode == 0, said
+    assert json.loads(out) == {"ended": True}
+    for log in Path(facts["log_dir"]).glob("worker-[1-9].log"):
+        assert log.read_text(encoding="utf-8").count(" serves at ") == 1
 
 
 @pytest.mark.procs

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, final
@@ -77,7 +77,9 @@ class Scaler:
         check_seconds("timeout_s", self.timeout_s)
         if workers is None and ps is None:
             wanted_tasks("worker", workers, 0)  # refuses it
-        self.cluster.refresh()
+        status = self.cluster.status_now()
+        lost = set(map(TaskName, status.missing))
+        leaves = {TaskName(t.task) for t in status.tasks if t.state != "ready"}
         wanted = {
             job: wanted_tasks(job, count, len(self.cluster.tasks(job)))
             for job, count in (("worker", workers), ("ps", ps))
@@ -90,15 +92,21 @@ class Scaler:
         polling = Polling(_POLL_S, self.timeout_s)
         there = {}
         for job, count in wanted.items():
-            scale = self._scale_ps if job == "ps" else self._scale_workers
-            there[job] = scale(count, runs, polling)
+            if job == "ps":
+                there[job] = self._scale_ps(count, runs, lost, polling)
+            else:
+                leavers = who_leaves(self.cluster.tasks(job), count, lost, leaves)
+                there[job] = self._scale_workers(count, leavers, runs, polling)
         return there
 
     def _scale_workers(
-        self, wanted: int, runs: Sequence[RunInfo], polling: Polling
+        self,
+        wanted: int,
+        leavers: Sequence[TaskName],
+        runs: Sequence[RunInfo],
+        polling: Polling,
     ) -> list[TaskName]:
         before = self.cluster.tasks("worker")
-        leavers = before[wanted:]
         events = EventTail(self.cluster.transport, self.cluster.spec)
         if self.wait and runs:
             events.new()  # of what was before
@@ -106,10 +114,10 @@ class Scaler:
             self._check_holds_nothing(task, [run.container for run in runs])
         if wanted > len(before):
             self.start("worker", wanted - len(before))
-        for task in reversed(leavers):
+        for task in leavers:
             self.leave(task)
         if not self.wait:
-            return before[:wanted]
+            return [task for task in before if task not in leavers]
         self._wait_members("worker", wanted, leavers, polling)
         self.ended(leavers)
         self._wait_taking_part([run.name for run in runs], events, polling)
@@ -130,13 +138,20 @@ class Scaler:
             raise _still_holds(task, names, _STAGES)
 
     def _scale_ps(
-        self, wanted: int, runs: Sequence[RunInfo], polling: Polling
+        self,
+        wanted: int,
+        runs: Sequence[RunInfo],
+        lost: Collection[TaskName],
+        polling: Polling,
     ) -> list[TaskName]:
         before = self.cluster.tasks("ps")
-        leavers = before[wanted:]
-        moves = [run.container for run in runs if run.ps_bounds is not None]
+        leavers = before[wanted:]  # a run has its variables on the first ones
+        elastic = [run for run in runs if run.ps_bounds is not None]
+        moves = [run.container for run in elastic]
         for task in leavers:
-            if left_over := self._left_over(task, moves):
+            if task in lost:
+                _check_unused(task, before.index(task), elastic)
+            elif left_over := self._left_over(task, moves):
                 raise _still_holds(task, left_over)
         if wanted > len(before):
             self.start("ps", wanted - len(before))
@@ -320,6 +335,48 @@ def _still_holds(task: TaskName, names: Sequence[str], hint: str = "") -> Rescal
         f"Trainer.close(), and scale again{hint}",
         task=task,
     )
+
+
+def _check_unused(task: TaskName, index: int, runs: Sequence[RunInfo]) -> None:
+    """Refuses to let a lost ps go that a run has variables on."""
+    for run in runs:
+        if run.ps > index:
+            raise RescaleError(
+                f"{task} leaves the cluster and does not answer, and run '{run.name}' "
+                "has variables there; start it again, wait until the run goes on, and "
+                "scale then",
+                task=task,
+                run=run.name,
+            )
+
+
+def who_leaves(
+    tasks: Sequence[TaskName],
+    wanted: int,
+    lost: Collection[TaskName],
+    leaves: Collection[TaskName],
+) -> list[TaskName]:
+    """Returns the tasks of a job that are too many, in the order that they are told.
+
+    First those that are lost, then those that were told to end, then the others; of
+    each the ones with the highest indices.
+
+    Args:
+      tasks: of the job, by index.
+      wanted: how many stay.
+      lost: do not answer.
+      leaves: take no new work any more.
+
+    Example:
+      >>> workers = [TaskName(f"/job:worker/task:{index}") for index in range(4)]
+      >>> who_leaves(workers, 2, lost=workers[1:2], leaves=[])
+      ['/job:worker/task:1', '/job:worker/task:3']
+      >>> who_leaves(workers, 3, lost=[], leaves=workers[:1])
+      ['/job:worker/task:0']
+    """
+    falling = list(reversed(tasks))
+    ranked = sorted(falling, key=lambda task: (task not in lost, task not in leaves))
+    return ranked[: max(0, len(tasks) - wanted)]
 
 
 def wanted_tasks(job: str, count: object, now: int) -> int:

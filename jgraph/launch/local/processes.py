@@ -304,6 +304,9 @@ class TaskProcesses:
         joiners = [make(job, None) for _ in range(count)]
         each(joiners, TaskProcess.wait_started, timeout_s)
         each(joiners, lambda process: process.join(self.spec), timeout_s)
+        for process in joiners:
+            with suppress(UnknownDeviceError):  # that was lost, or has left by itself
+                self.forget(process.task)
         self._processes += joiners
         if self._restarter is not None:
             for process in joiners:

@@ -111,6 +111,7 @@ class Restarter:
         """Does not start a process any more, however it ends."""
         with self._lock:
             self._forgotten.add(process)
+            self.final_deaths.pop(process.task, None)
             if process in self._starting:
                 process.kill()
                 self._lock.wait_for(lambda: process not in self._starting, _CLOSE_S)

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from jgraph import Variable, function
-from jgraph.client.cluster import Cluster
+from jgraph.client.cluster import Cluster, connect
 from jgraph.client.runs.scaling import wanted_tasks
 from jgraph.errors import ConfigError, JGError, RescaleError
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.elastic import Elastic
 from tests.support.counting import BATCH, IDS, after, trainer
 from tests.support.servers import *  # noqa: F403  # fixtures
+from tests.support.servers import Servers
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -63,6 +64,50 @@ def test_a_worker_that_holds_a_stage_of_a_pipeline_stays(cluster: Cluster) -> No
         with pytest.raises(RescaleError, match="Stages of a pipeline do not move"):
             cluster.scale(workers=1)
         assert len(cluster.tasks("worker")) == 2
+
+
+def test_a_worker_that_is_lost_is_the_first_that_leaves() -> None:
+    servers = Servers(ps=2, worker=4)
+    try:
+        with connect(servers.servers[0].target, timeout_s=20) as cluster:
+            for task in ("/job:worker/task:1", "/job:ps/task:1"):
+                servers.lose(task)
+            assert cluster.scale(workers="-1") == [
+                f"/job:worker/task:{index}" for index in (0, 2, 3)
+            ]
+            servers.lose("/job:worker/task:3")
+            assert cluster.scale(workers=2) == cluster.tasks("worker")
+            assert cluster.tasks("worker")[1] == "/job:worker/task:2"
+            assert cluster.scale(ps=1) == ["/job:ps/task:0"]  # no run has used it
+    finally:
+        servers.stop()
+
+
+def test_a_lost_ps_that_a_run_needs_stays() -> None:
+    servers = Servers(ps=2, worker=1)
+    refused: list[JGError] = []
+    try:
+        with connect(servers.servers[0].target, timeout_s=20) as cluster:
+
+            def scale() -> None:
+                servers.lose("/job:ps/task:1")
+                with pytest.raises(RescaleError) as told:
+                    cluster.scale(ps=1)
+                refused.append(told.value)
+
+            there = trainer(cluster, AsyncPS(elastic=Elastic(ps=(1, 2))))
+            with pytest.raises(JGError, match="/job:ps/task:1"):
+                there.fit(
+                    IDS,
+                    steps=10**6,
+                    batch_size=BATCH,
+                    callbacks=after(1, scale),
+                    progress=False,
+                )
+            assert "has variables there; start it again" in refused[0].message
+            assert len(cluster.tasks("ps")) == 2
+    finally:
+        servers.stop()
 
 
 @pytest.mark.bad_input_row(27)

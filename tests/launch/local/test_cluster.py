@@ -288,6 +288,19 @@ def test_workers_join_a_cluster_with_tls_by_certificates_of_their_own() -> None:
 
 
 @pytest.mark.timeout(150)
+def test_a_process_that_joins_in_place_of_a_lost_one_is_the_task() -> None:
+    with LocalCluster(ps=1, workers=1, elastic=True) as cluster:
+        worker = cluster.scale(workers=2)[1]
+        before = cluster.pid(worker)
+        cluster.kill(worker)
+        wait_until(lambda: len(cluster.renewed_tasks("worker")) == 1)
+        assert list(cluster.gone()) == [worker]
+        assert cluster.scale(workers=2)[1] == worker
+        assert cluster.pid(worker) != before
+        assert cluster.gone() == {}
+
+
+@pytest.mark.timeout(150)
 def test_a_worker_that_joined_and_died_joins_again() -> None:
     with LocalCluster(ps=1, workers=1, elastic=True, restarts=2) as cluster:
         worker = cluster.scale(workers="+1")[1]
