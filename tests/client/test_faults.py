@@ -150,9 +150,9 @@ def test_connect_waits_for_a_server_that_is_still_starting(
     started: list[Server] = []
     once = client.open_cluster
 
-    async def start_after_the_first(*args: Any) -> Any:
+    async def start_after_the_first(*args: Any, **options: Any) -> Any:
         try:
-            return await once(*args)
+            return await once(*args, **options)
         except ClusterUnreachableError:
             serve = partial(Server, {"worker": [address]})
             started.append(await asyncio.to_thread(serve))
