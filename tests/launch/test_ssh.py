@@ -208,7 +208,7 @@ def test_workers_join_and_leave_as_the_hosts_file_says(
             wait_until(lambda: are(1), 60)
             become(f"{lines}two 127.0.0.1\n" * 2)  # a line twice is two workers
             wait_until(lambda: are(5), 60)
-            there = {task.task: task.pid for task in cluster.status().tasks}
+            there = {str(task.task): task.pid for task in cluster.status().tasks}
             psutil.Process(there["/job:worker/task:2"]).kill()
             become(lines)  # the one that was lost has no line any more either
             wait_until(lambda: are(1), 60)
