@@ -1,6 +1,7 @@
 """Prepared steps of a session: functions traced, planned and registered once."""
 
 import logging
+import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ from jgraph.graph.tracing.select import select_fetches, select_targets
 from jgraph.graph.tracing.taps import feed_taps
 from jgraph.graph.variable import Variable
 from jgraph.plan.plan import Plan
+from jgraph.plan.program.program import Program
 from jgraph.plan.program.types import is_key, value_type
 from jgraph.view import markup
 
@@ -69,7 +71,6 @@ class PreparedStep:
     __slots__ = (
         "_fits",
         "_graph",
-        "_handle",
         "_has_keys",
         "_is_flat",
         "_programs",
@@ -93,7 +94,6 @@ class PreparedStep:
         self.recent_s: deque[float] = deque(maxlen=_RECENT)
         self._graph = graph
         self._registration = registration
-        self._handle = registration.handle
         self._has_keys = any(is_key(v.aval) for v in graph.jaxpr.outvars)
         self._programs = programs
         self._tree = tree
@@ -140,11 +140,12 @@ class PreparedStep:
         return self._run(arrays, timeout_s)
 
     def _run(self, arrays: Sequence[Any], timeout_s: float) -> Any:
+        handle = self._registration.current()
         if self.plan.prediction is None:
-            results = self._programs.run(self._handle, arrays, timeout_s)
+            results = self._programs.run(handle, arrays, timeout_s)
         else:
             start_s = _clock.now()
-            results = self._programs.run(self._handle, arrays, timeout_s)
+            results = self._programs.run(handle, arrays, timeout_s)
             self.recent_s.append(_clock.now() - start_s)
         if not self._has_keys:
             return jax.tree_util.tree_unflatten(self._graph.out_tree, results)
@@ -160,27 +161,63 @@ class PreparedStep:
     ) -> tuple[Any, RunMetadata]:
         """Runs one step as ``run`` does, and tells when its nodes ran."""
         arrays = leaf_arrays(self._graph, leaves, feeds, check_finite=check_finite)
-        results, parts = self._programs.run_traced(self._handle, arrays, timeout_s)
+        handle = self._registration.current()
+        results, parts = self._programs.run_traced(handle, arrays, timeout_s)
         metadata = run_metadata(self.plan.program, parts)
         return as_result(self._graph, results), metadata
 
     def __repr__(self) -> str:
-        return f"<callable {self._graph.name}, {self._handle}>"
+        return f"<callable {self._graph.name}, {self._registration.handle}>"
 
     def _repr_html_(self) -> str:
-        facts = {"function": self._graph.name, "handle": self._handle}
+        handle = self._registration.handle
+        facts = {"function": self._graph.name, "handle": handle}
         return markup.facts("Callable", facts) + markup.lines(str(self.plan))
 
 
 @final
 class _Registration:
-    """A program on its tasks, given up when no step is made of it any more."""
+    """A program on its tasks, given up when no step is made of it any more.
 
-    __slots__ = ("__weakref__", "handle")
+    Args:
+      programs: registers it.
+      program: which.
+      phases: see ``Programs.register``.
 
-    def __init__(self, programs: Programs, handle: str) -> None:
-        self.handle = handle
-        weakref.finalize(self, programs.give_up, handle).atexit = False
+    Attributes:
+      handle: by which the tasks know it.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        program: Program,
+        phases: Sequence[tuple[str, float, float]],
+    ) -> None:
+        self._programs, self._program = programs, program
+        self._lock = threading.Lock()
+        self._register(phases)
+
+    def current(self) -> str:
+        """Returns the handle; registers anew if a task was lost since, with all it had.
+
+        Raises:
+          JGError: a task cannot take it: it is not back yet.
+        """
+        if self._losses != self._programs.losses:
+            with self._lock:
+                if self._losses != self._programs.losses:
+                    before = self._given_up
+                    self._register()
+                    before()  # as if it were garbage
+        return self.handle
+
+    def _register(self, phases: Sequence[tuple[str, float, float]] = ()) -> None:
+        losses = self._programs.losses
+        self.handle = self._programs.register(self._program, phases=phases)
+        self._losses = losses
+        self._given_up = weakref.finalize(self, self._programs.give_up, self.handle)
+        self._given_up.atexit = False
 
 
 @final
@@ -362,8 +399,7 @@ class Steps:
         phases = (traced, ("plan and lower", began, _clock.now()))
         if new:
             self._values.initialize_where_possible(new)
-        handle = self._programs.register(plan.program, phases=phases)
-        registration = _Registration(self._programs, handle)
+        registration = _Registration(self._programs, plan.program, phases)
         step = PreparedStep(graph, plan, registration, self._programs, tree)
         if self._watch is not None:
             self._watch(plan, step.recent_s)

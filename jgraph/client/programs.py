@@ -4,14 +4,20 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, final
+from typing import Any, Final, final
 
 from jgraph.client.connection import Connection, unique
 from jgraph.clock import SystemClock
 from jgraph.cluster.deadlines import COMPILE_S, CONTROL_S, bulk_timeout_s
 from jgraph.cluster.in_process import run_in_process
 from jgraph.coordination.step.run_metadata import PartTimes
-from jgraph.errors import ClusterError, JGError
+from jgraph.errors import (
+    ClusterError,
+    ClusterUnreachableError,
+    InvalidProgramError,
+    JGError,
+    TaskLostError,
+)
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -21,6 +27,7 @@ from jgraph.rpc.wire.program_codec import encode_program
 
 STEP_S = 60.0
 _clock = SystemClock()
+_LOST: Final = (ClusterUnreachableError, TaskLostError, InvalidProgramError)
 
 
 @final
@@ -31,6 +38,8 @@ class Programs:
         self._cluster = cluster
         self._handles: list[str] = []
         self._garbage: deque[str] = deque()
+        self.losses = 0
+        """How often a step found a task lost, or without its program: it began anew."""
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -128,7 +137,11 @@ class Programs:
         """
         cluster = self._cluster
         to = cluster.spec.address(driver) if driver else cluster.address
-        fetches = run_in_process(to, handle, arrays)
+        try:
+            fetches = run_in_process(to, handle, arrays)
+        except _LOST:
+            self.losses += 1
+            raise
         if fetches is None:
             order = pb.RunStep(handle=handle, timeout_s=timeout_s)
             fetches = list(self._run(order, arrays, to).tensors)
@@ -151,13 +164,17 @@ class Programs:
     def _run(self, order: pb.RunStep, arrays: Sequence[Any], to: Address) -> Frame:
         request = frame(run_step=order, tensors=arrays)
         spare_s = bulk_timeout_s(sum(array.nbytes for array in arrays))
-        return self._cluster.call(
-            "RunStep",
-            request,
-            timeout_s=order.timeout_s + spare_s,
-            begin_s=order.timeout_s,
-            to=to,
-        )
+        try:
+            return self._cluster.call(
+                "RunStep",
+                request,
+                timeout_s=order.timeout_s + spare_s,
+                begin_s=order.timeout_s,
+                to=to,
+            )
+        except _LOST:
+            self.losses += 1
+            raise
 
     def unregister_all(self) -> None:
         """Makes the tasks forget them all; one that is gone has forgotten them."""

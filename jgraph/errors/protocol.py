@@ -46,7 +46,7 @@ class InvalidProgramError(ProtocolError, ValueError):
     Also a step of a program that the task does not have any more, since it was started
     again or reset in between.
 
-    What to do: run the function again from a new session. If it stays, something
+    What to do: run the function again. If it stays, something
     between client and server changes bytes.
     """
 

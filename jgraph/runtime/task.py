@@ -406,8 +406,7 @@ class TaskRuntime:
         except KeyError:
             raise InvalidProgramError(
                 f"{self.task} has no program '{handle}': it may have been restarted or "
-                "reset since the program was registered; run the function again from "
-                "a new session",
+                "reset since the program was registered; run the function again",
                 task=self.task,
                 handle=handle,
             ) from None

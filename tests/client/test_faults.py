@@ -23,6 +23,7 @@ from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import (
     AddressError,
     CallbackError,
+    ClusterError,
     ClusterUnreachableError,
     ConfigError,
     DeadlineError,
@@ -32,11 +33,13 @@ from jgraph.errors import (
     PortInUseError,
     TaskMemoryError,
     TaskMissingError,
+    UninitializedError,
     UnknownMethodError,
     VersionError,
 )
 from jgraph.graph.device import device
 from jgraph.graph.ir import TaskName
+from jgraph.graph.tracing.function import function
 from jgraph.graph.variable import Variable
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
@@ -196,6 +199,38 @@ def test_task_that_stopped_after_connecting_fails_the_run_not_hangs_it(
         status = cluster.status()
         assert list(status.missing) == ["/job:ps/task:0"]
         # Closing does not need the ps to answer.
+
+
+def test_a_session_goes_on_when_a_lost_task_is_there_again(pair: Servers) -> None:
+    """Steps and callables of it are registered again, and values are asked for."""
+    w = Variable("w", np.zeros(2, np.float32), device="/job:worker/task:0")
+    by = Variable("by", np.ones(2, np.float32), device="/job:ps/task:0")
+
+    @function
+    def step() -> Any:
+        with device("/job:worker/task:0"):
+            w[...] = w[...] + by[...]
+            return w[...]
+
+    with connect(pair.server("/job:worker/task:0").target, timeout_s=10) as cluster:
+        session = cluster.session()
+        double = session.make_callable(lambda: 2 * w[...] * by[...])
+        assert session.run(step).tolist() == [1, 1]
+        assert double().tolist() == [2, 2]
+        pair.lose("/job:ps/task:0")
+        for _ in range(2):  # it is not there yet
+            with pytest.raises(ClusterError, match="/job:ps/task:0"):
+                session.run(step)
+        pair.start_again("/job:ps/task:0")
+        assert cluster.wait_for_tasks(20)
+        for run in (double, partial(session.run, step)):
+            with pytest.raises(UninitializedError, match="'by' on /job:ps/task:0"):
+                run()
+        session.write({by: [3.0, 3.0]})
+        before = session.read([w])["w"]
+        assert double().tolist() == (2 * 3 * before).tolist()
+        assert session.run(step).tolist() == (before + 3).tolist()
+        assert len(session._programs) < 8  # nor does a try leave a program behind
 
 
 def test_step_over_its_deadline_names_the_task_that_is_not_done(pair: Servers) -> None:
