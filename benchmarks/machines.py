@@ -30,6 +30,7 @@ from jgraph.coordination.sync.aggregation import (
     Contributed,
     DataAsked,
     DealData,
+    Instruction,
 )
 from jgraph.coordination.sync.sync_gate import SyncGate
 from jgraph.graph.ir import TaskName
@@ -60,18 +61,26 @@ class Update:
         self._arbiter = Arbiter(self._shards, tasks, data, **options)
         self._gate = SyncGate(version=0)
         self._slots: dict[str, list[int]] = {name: [] for name in tasks}
+        self._dealt: dict[str, list[Instruction]] = {}
         self._version = 0
         for name in tasks:
             self._gate.handle(sync_gate.StepAsked((name, 0)))
 
     def deal(self) -> None:
         """Deals the batches of ``ROUNDS`` updates to all."""
-        for name, slots in self._slots.items():
-            (answer,) = self._arbiter.handle(DataAsked(name, 1, idle=True))
+        self._dealt = {
+            name: self._arbiter.handle(DataAsked(name, 1, idle=True))
+            for name in self._slots
+        }
+
+    def read(self) -> None:
+        """Reads what was dealt, as each worker does."""
+        number = self._plan.number
+        for name, (answer,) in self._dealt.items():
             assert isinstance(answer, DealData)
             assert answer.leases
-            number = self._plan.number
-            slots += [number(*b) for lease in answer.leases for b in lease.each()]
+            batches = (b for lease in answer.leases for b in lease.each())
+            self._slots[name] += [number(*batch) for batch in batches]
 
     def contributed(self) -> Sequence[Contributed]:
         """Returns what the ps tell of an update: each has names of its own."""
@@ -117,6 +126,7 @@ def update_ms(workers: int, ps: int, updates: int = 8) -> dict[str, float]:
     try:
         update = Update(workers, ps, updates)
         found["data"] = measured_ms(update.deal) / ROUNDS
+        update.read()
         for _ in range(updates):
             let_in = partial(update.let_in, update.came())
             decide = partial(update.decide, update.contributed())
@@ -141,6 +151,7 @@ def arbiter(workers: int, rounds: int) -> Iterator[int]:
         asks = workers if version % ROUNDS == 0 else 0
         if asks:
             update.deal()
+            update.read()
         update.decide(update.contributed())
         yield asks + workers + 1
 

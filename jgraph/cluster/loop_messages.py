@@ -7,6 +7,7 @@ from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
+from jgraph.coordination.data.batch_order import BatchOrder, Leases
 from jgraph.coordination.data.dispatch import LEASE_S
 from jgraph.coordination.data.shares import Cut
 from jgraph.coordination.data.slots import Lease, SlotPlan
@@ -15,7 +16,7 @@ from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.coordination.step.finite import FiniteCheck
 from jgraph.coordination.sync.rounds import RoundRecord, RoundRule
 from jgraph.coordination.sync.secure_rounds import SumRule
-from jgraph.errors import JGError, SourceError
+from jgraph.errors import JGError, MalformedMessageError, SourceError
 from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of
@@ -578,7 +579,7 @@ def check_source(task: TaskName, here: pb.SourceInfo, wanted: pb.SourceInfo) -> 
     )
 
 
-def deal_of(leases: tuple[Lease, ...] | None, number: int = 0) -> pb.DataDeal:
+def deal_of(leases: Sequence[Lease] | None, number: int = 0) -> pb.DataDeal:
     """Returns an answer: leases, or None when all is over.
 
     Args:
@@ -587,7 +588,30 @@ def deal_of(leases: tuple[Lease, ...] | None, number: int = 0) -> pb.DataDeal:
     """
     if leases is None:
         return pb.DataDeal(over=True)
+    places = leases.places if isinstance(leases, Leases) else ()
+    if isinstance(places, range) and len(places) > 1 < places.step:
+        first, apart = places.start, places.step
+        column = pb.DataColumn(first=first, apart=apart, batches=len(places))
+        return pb.DataDeal(column=column, sum=number)
     return pb.DataDeal(leases=rows_of(leases), sum=number if leases else 0)
+
+
+def dealt_of(deal: pb.DataDeal, plan: SlotPlan) -> Sequence[Lease]:
+    """Returns what an answer deals of a plan.
+
+    Raises:
+      MalformedMessageError: it is more than there is.
+    """
+    if not deal.HasField("column"):
+        return leases_of(deal.leases)
+    column = deal.column
+    if not (0 < column.batches <= plan.batches_per_epoch and column.apart):
+        raise MalformedMessageError(
+            f"{column.batches} batches, {column.apart} apart, were dealt of data with "
+            f"{plan.batches_per_epoch}"
+        )
+    end = column.first + column.batches * column.apart
+    return Leases(BatchOrder(plan), range(column.first, end, column.apart))
 
 
 def rows_of(leases: Iterable[Lease]) -> list[pb.DataLease]:

@@ -4,7 +4,7 @@ Order is kept from one sender to one receiver, as transports do.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -117,7 +117,7 @@ class World:
             event = StepAsked(replica.step)
             self.post(replica.name, f"ps{i}", partial(self.gate, i, event))
 
-    def dealt(self, replica: Replica, leases: tuple[Lease, ...] | None) -> None:
+    def dealt(self, replica: Replica, leases: Sequence[Lease] | None) -> None:
         if replica.over or leases is None:
             replica.over = True
             return

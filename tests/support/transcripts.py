@@ -22,7 +22,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any, Final
@@ -154,7 +154,7 @@ def shown(value: Any) -> str:
             return f"{{{', '.join(pairs)}}}"
         case set() | frozenset():
             return f"[{', '.join(map(shown, sorted(value)))}]"
-        case list() | tuple() | range():
+        case Sequence():
             return f"[{', '.join(map(shown, value))}]"
     return told(value) if is_dataclass(value) else str(value)
 

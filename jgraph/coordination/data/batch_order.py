@@ -1,14 +1,70 @@
 """Batch order: all batches of a plan in one endless sequence, epoch after epoch."""
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, final, overload
 
 import numpy as np
 
 from jgraph.coordination.data.slots import Lease, Rows, SlotPlan
 
 _EPOCHS = 4  # whose orders are kept
+
+
+@final
+class Leases(Sequence[Lease]):
+    """Leases of the batches at some places, made when they are looked at.
+
+    Args:
+      order: where the places are.
+      places: of the batches, each once.
+
+    Example:
+      >>> from jgraph.coordination.data.slots import Part
+      >>> order = BatchOrder(SlotPlan([Part("data", 6)], batch_size=1, seed=0))
+      >>> Leases(order, range(0, 6, 3))
+      (Lease(epoch=0, slot=0, first=0, batches=1), \
+Lease(epoch=0, slot=0, first=3, batches=1))
+    """
+
+    def __init__(self, order: "BatchOrder", places: Sequence[int]) -> None:
+        self.places = places
+        self._order = order
+        self._leases: tuple[Lease, ...] | None = None
+
+    @property
+    def leases(self) -> tuple[Lease, ...]:
+        """All of them."""
+        if self._leases is None:
+            self._leases = tuple(self._order.leases(self.places))
+        return self._leases
+
+    def __bool__(self) -> bool:
+        return bool(self.places)
+
+    def __len__(self) -> int:
+        return len(self.leases)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self.leases)
+
+    @overload
+    def __getitem__(self, index: int) -> Lease: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Lease, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Lease | tuple[Lease, ...]:
+        return self.leases[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self.leases == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self.leases)
+
+    def __repr__(self) -> str:
+        return repr(self.leases)
 
 
 @final
@@ -31,6 +87,18 @@ class BatchOrder:
         # Of the last slot, wherever it comes in an epoch; all others are full.
         self._missing = len(plan) * plan.slot_batches - plan.batches_per_epoch
         self._is_mixed = plan.shuffle == "slots"
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the number of each batch is its place."""
+        return not self._is_mixed
+
+    def place_of(self, number: int) -> int:
+        """Returns the place of the batch of a number."""
+        if not self._is_mixed:
+            return number
+        epoch, within = divmod(number, self.plan.batches_per_epoch)
+        return self.place(epoch, *divmod(within, self.plan.slot_batches))
 
     def batch(self, place: int) -> Lease:
         """Returns the batch at a place."""

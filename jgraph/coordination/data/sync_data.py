@@ -22,10 +22,12 @@ suspected.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
 from jgraph.coordination.data.batch_book import BatchBook
+from jgraph.coordination.data.batch_order import Leases
+from jgraph.coordination.data.rounds_ahead import Rows
 from jgraph.coordination.data.shares import Shares
 from jgraph.coordination.data.slots import Lease, SlotPlan
 from jgraph.errors import DataSlotError
@@ -74,12 +76,18 @@ class SyncData:
     ) -> None:
         self._book = BatchBook(plan, position)
         self._shares, self._own, self._rounds = shares, own, rounds
-        # Of a round: the steps that replicas will get when they ask.
-        self._reserved: dict[str, deque[Places]] = {name: deque() for name in replicas}
-        # What replicas hold: the places of each step, by the number of the first.
-        self._held: dict[str, dict[int, Places]] = {name: {} for name in self._reserved}
-        self._holder: dict[int, str] = {}  # of each, however many replicas there are
-        self._late_with: dict[int, str] = {}
+        self.replicas = tuple(replicas)
+        """Who takes part; the number of each is its place here."""
+        self._numbers = {name: number for number, name in enumerate(self.replicas)}
+        # Steps that replicas will get when they ask, before those of rows.
+        self._reserved: dict[str, deque[Places]] = {n: deque() for n in self.replicas}
+        self._rows = Rows(self._numbers.values())
+        # What replicas hold: by the number of a step's first batch who does, and the
+        # places, if these are not just that number.
+        self._holder: dict[int, int] = {}
+        self._places: dict[int, Places] = {}
+        self._held = [0] * len(self.replicas)  # steps of each
+        self._late_with: dict[int, int] = {}
 
     @property
     def done(self) -> int:
@@ -94,7 +102,7 @@ class SyncData:
 
     def deal(
         self, replica: str, batches: int, *, together: bool, idle: bool = False
-    ) -> tuple[Lease, ...]:
+    ) -> Sequence[Lease]:
         """Deals to a replica that asks; at least one batch if it holds none.
 
         Args:
@@ -103,19 +111,41 @@ class SyncData:
           together: every update needs all replicas; it gets those of many.
           idle: it holds nothing, whatever is known here of its last contribution.
         """
-        order, held = self._book.order, self._held[replica]
-        alone = idle or not held
+        steps = self._steps(batches, together=together)
+        order, number = self._book.order, self._numbers[replica]
+        if together and self._is_even and not self._reserved[replica]:
+            row = self._rows.take(number, steps, self._book)
+            numbers = row if order.is_numbered else [*map(order.number, row)]
+            if not order.is_numbered:
+                each = zip(numbers, row, strict=True)
+                self._places.update((first, (place,)) for first, place in each)
+            self._holder.update(dict.fromkeys(numbers, number))
+            self._held[number] += len(row)
+            return Leases(order, row)
+        alone = idle or not self._held[number]
         batches_dealt: list[int] = []
-        for _ in range(self._steps(batches, together=together)):
+        for _ in range(steps):
             places = self._take(
                 replica, alone=alone and not batches_dealt, together=together
             )
             if not places:
                 break
             batches_dealt += places
-            number = order.number(places[0])
-            held[number], self._holder[number] = places, replica
-        return tuple(order.leases(batches_dealt))
+            self._hold(number, places)
+        return Leases(order, batches_dealt)
+
+    @property
+    def _is_even(self) -> bool:
+        """Whether a round is of neighbours that were never dealt, one for each."""
+        book = self._book
+        return self._shares is None and not book.given_back and not book.deaths
+
+    def _hold(self, replica: int, places: Places) -> None:
+        first = self._book.order.number(places[0])
+        if places != (first,):
+            self._places[first] = places
+        self._holder[first] = replica
+        self._held[replica] += 1
 
     def _steps(self, batches: int, *, together: bool) -> int:
         """Returns for how many steps to deal to one who would like so many."""
@@ -135,25 +165,27 @@ class SyncData:
         if deaths := self._book.deaths:
             suspects = (place for place in self._book.given_back if place in deaths)
             suspect = next(suspects, None)
-            holds = (place for step in self._held[replica].values() for place in step)
+            holds = self._places_of(replica)
             has_one = any(place in deaths for place in holds)
             if not alone and (suspect is not None or has_one):
                 return ()
             if suspect is not None:
                 return (self._book.take(suspect),)
         reserved = self._reserved[replica]
+        if not reserved:
+            self._reserve_rows()
         if together and not reserved:
             self._reserve()
         return reserved.popleft() if reserved else self._next(replica, 1)
 
+    def _reserve_rows(self) -> None:
+        """Makes of what is left of rows steps that are reserved."""
+        for number, places in self._rows.left():
+            reserved = self._reserved[self.replicas[number]]
+            reserved.extend((place,) for place in places)
+
     def _reserve(self) -> None:
         """Takes the batches of the next update for all replicas."""
-        if self._shares is None and not self._book.given_back:
-            steps = self._reserved.values()
-            new = self._book.take_new(len(steps))
-            for step, place in zip(steps, new, strict=True):
-                step.append((place,))
-            return
         each: Mapping[str, int] = dict.fromkeys(self._reserved, 1)
         if self._shares is not None:
             each = self._shares.next(self._reserved)
@@ -164,9 +196,9 @@ class SyncData:
         return tuple(self._next_one(replica) for _ in range(count))
 
     def _next_one(self, replica: str) -> int:
-        others = len(self._reserved) > 1
+        others, mine = len(self._reserved) > 1, self._numbers[replica]
         for place in self._book.given_back:
-            if not (others and self._late_with.get(place) == replica):
+            if not (others and self._late_with.get(place) == mine):
                 return self._book.take(place)
         return self._book.take(self._book.end)
 
@@ -174,16 +206,32 @@ class SyncData:
 
     def holds(self, replica: str, number: int) -> bool:
         """Whether a replica holds the batch of this number."""
-        return self._holder.get(number) == replica
+        return self._holder.get(number, -1) == self._numbers.get(replica)
 
-    def held(self, replica: str) -> tuple[Lease, ...]:
+    def all_hold(self, replicas: list[int], numbers: Iterable[int]) -> bool:
+        """Whether each of these, by its place in ``replicas``, holds its batch."""
+        return list(map(self._holder.get, numbers)) == replicas
+
+    def held(self, replica: str) -> Sequence[Lease]:
         """Returns what a replica holds."""
-        held = self._held.get(replica, {})
-        return tuple(self._book.order.leases(p for each in held.values() for p in each))
+        return Leases(self._book.order, self._places_of(replica))
+
+    def _places_of(self, replica: str) -> list[int]:
+        """Returns the places of what a replica holds."""
+        place, places = self._book.order.place_of, self._places
+        numbers = self._numbers_of(replica)
+        return [p for n in numbers for p in places.get(n) or (place(n),)]
+
+    def _numbers_of(self, replica: str) -> list[int]:
+        """Returns the numbers of the steps that a replica holds."""
+        mine = self._numbers.get(replica, -1)
+        if mine < 0 or not self._held[mine]:
+            return []
+        return [number for number, who in self._holder.items() if who == mine]
 
     def release(self, replica: str) -> None:
         """A replica has forgotten what it held; it is dealt again."""
-        self._give_back([*self._held.get(replica, ())])
+        self._give_back(self._numbers_of(replica))
 
     def _give_back(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -192,10 +240,13 @@ class SyncData:
 
     def counted(self, *numbers: int) -> Places:
         """The batches of these steps are part of an update; returns their places."""
-        let_go, held, every = self._holder.pop, self._held, list[int]()
-        for number in numbers:
-            every += held[let_go(number)].pop(number)
-        places = tuple(every)
+        held = self._held
+        if self._places:
+            places = tuple(p for n in numbers for p in self._let_go(n)[1])
+        else:  # most often, and of thousands of replicas
+            places = numbers
+            for replica in map(self._holder.pop, numbers):
+                held[replica] -= 1
         if self._late_with:
             for place in places:
                 self._late_with.pop(place, None)
@@ -222,16 +273,18 @@ class SyncData:
           replica: who.
           computed: numbers of its steps whose contributions are here and may count.
         """
+        self._reserve_rows()
         for step in self._reserved.pop(replica, ()):
             for place in step:
                 self._book.give_back(place)
-        held = self._held.get(replica, {})
-        lost = [number for number in held if number not in computed]
+        self._rows = Rows(self._numbers[name] for name in self._reserved)
+        lost = [n for n in self._numbers_of(replica) if n not in computed]
         if self._own:
             self._give_back(lost)
             return None
         return self._book.lose([p for number in lost for p in self._let_go(number)[1]])
 
-    def _let_go(self, number: int) -> tuple[str, Places]:
+    def _let_go(self, number: int) -> tuple[int, Places]:
         replica = self._holder.pop(number)
-        return replica, self._held[replica].pop(number)
+        self._held[replica] -= 1
+        return replica, self._places.pop(number, None) or (number,)

@@ -183,7 +183,7 @@ class DealData:
     """Answer a replica with these leases; none: not now; None: nothing any more."""
 
     replica: str
-    leases: tuple[Lease, ...] | None
+    leases: Sequence[Lease] | None
 
 
 @final

@@ -12,14 +12,14 @@ busy with an earlier round is invited to none.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, final
 
 from jgraph.coordination.data.slots import Lease, epoch_order
 from jgraph.coordination.data.sync_data import SyncData
 
-Dealt: TypeAlias = tuple[str, tuple[Lease, ...]]
+Dealt: TypeAlias = tuple[str, Sequence[Lease]]
 
 
 @final

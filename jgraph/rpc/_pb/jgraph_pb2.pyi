@@ -5263,26 +5263,61 @@ class DataDeal(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     OVER_FIELD_NUMBER: _builtins.int
     SUM_FIELD_NUMBER: _builtins.int
+    COLUMN_FIELD_NUMBER: _builtins.int
     over: _builtins.bool
     """all batches of the run are done"""
     sum: _builtins.int
     """secure sums: the number of that which the batch is for"""
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___DataLease]: ...
+    @_builtins.property
+    def column(self) -> Global___DataColumn:
+        """in place of leases"""
+
     def __init__(
         self,
         *,
         leases: _abc.Iterable[Global___DataLease] | None = ...,
         over: _builtins.bool = ...,
         sum: _builtins.int = ...,
+        column: Global___DataColumn | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["column", b"column"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "over", b"over", "sum", b"sum"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["column", b"column", "leases", b"leases", "over", b"over", "sum", b"sum"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DataDeal: _TypeAlias = DataDeal  # noqa: Y015
+
+@_typing.final
+class DataColumn(_message.Message):
+    """Batches at places of the order of all epochs: `batches` of them, `apart` from each other.
+    Who has the plan knows what lies there.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    APART_FIELD_NUMBER: _builtins.int
+    BATCHES_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    apart: _builtins.int
+    batches: _builtins.int
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        apart: _builtins.int = ...,
+        batches: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apart", b"apart", "batches", b"batches", "first", b"first"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataColumn: _TypeAlias = DataColumn  # noqa: Y015
 
 @_typing.final
 class SumMessage(_message.Message):

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.fed_data import FedReader
-from jgraph.cluster.loop_messages import deal_of, leases_of
+from jgraph.cluster.loop_messages import deal_of, dealt_of
 from jgraph.coordination.data.dispatch import Asked, Deal, Dispatch
 from jgraph.coordination.data.slots import Lease, Piece, SlotPlan
 from jgraph.coordination.data.stock import Stock
@@ -103,6 +103,14 @@ class BatchReader:
                 then,
                 cost,
             )
+
+    def dealt(self, deal: pb.DataDeal) -> Sequence[Lease]:
+        """Returns what an answer deals.
+
+        Raises:
+          MalformedMessageError: it is more than there is.
+        """
+        return dealt_of(deal, self._plan)
 
     def is_due(self, lease: Lease) -> bool:
         """Whether a lease is to be fetched before its batches are read."""
@@ -410,7 +418,11 @@ class DataFeed:
 
     def _take_deal(self, wanted: int, deal: pb.DataDeal) -> None:
         self._over = self._over or deal.over
-        leases = [] if self._ended else leases_of(deal.leases)
+        try:
+            leases = [] if self._ended else self._reader.dealt(deal)
+        except JGError as error:
+            self._fail(error)
+            return
         if wanted:
             self._dry = not leases  # asking again at once would give nothing either
         if self._pieces:

@@ -2,6 +2,7 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from typing import Final, final
 
@@ -82,7 +83,7 @@ class SynchronousRun:
         post, each = self._cluster.post, self._costs.frame_s
         post(worker.processor, each, partial(self._dealt, worker, self._answer))
 
-    def _dealt(self, worker: SimulatedWorker, leases: tuple[Lease, ...] | None) -> None:
+    def _dealt(self, worker: SimulatedWorker, leases: Sequence[Lease] | None) -> None:
         worker.is_asking = False
         if leases is None:
             worker.is_over = True

@@ -10,8 +10,9 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.loop_messages import deal_of
 from jgraph.coordination.data.dispatch import Dispatch
 from jgraph.coordination.data.slots import Lease, Part, Rows, Shuffle, SlotPlan
-from jgraph.errors import SourceError
+from jgraph.errors import MalformedMessageError, SourceError
 from jgraph.graph.ir import TaskName
+from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.runtime.cost import Cost
 from jgraph.runtime.data.batches import ArrayReader, Field
 from jgraph.server.loops.data_feed import (
@@ -154,11 +155,11 @@ class Taker:
         reader = WatchedFiles(tell)
         plan = SlotPlan(reader.parts, 1, seed=0, shuffle="slots", slot_batches=SLOT)
         leases = [Lease(0, slot, 0, SLOT) for slot in range(len(plan))]
-        deals = [deal_of(tuple(leases))]
+        self.deals = [deal_of(tuple(leases))]
         self.order = [row for slot in range(len(plan)) for row in plan.rows(0, slot)]
 
         async def ask(done: int, batches: int, idle: bool, received: int) -> Any:
-            return deals.pop() if deals else deal_of(None)
+            return self.deals.pop() if self.deals else deal_of(None)
 
         task = TaskName("/job:worker/task:0")
         transport, clock = InProcessNetwork().transport(task), SystemClock()
@@ -183,6 +184,18 @@ class Taker:
     def close(self) -> None:
         self.feed.close()
         self.shell.close()
+
+
+def test_a_deal_of_more_than_there_is_ends_the_loop() -> None:
+    async def main() -> None:
+        taker = Taker(lambda: None)
+        column = pb.DataColumn(first=0, apart=2, batches=1 << 30)
+        taker.deals.append(pb.DataDeal(column=column))
+        error = await taker.take()
+        assert isinstance(error, MalformedMessageError)
+        taker.close()
+
+    asyncio.run(main())
 
 
 def test_a_lease_is_read_while_the_batches_of_the_one_before_are_taken() -> None:

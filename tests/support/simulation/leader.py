@@ -1,6 +1,7 @@
 """A simulated loop that decides the updates of synchronous training."""
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -95,7 +96,7 @@ class Leader:
         self.done: Counter[int] = Counter()
         self.events: deque[aggregation.Event] = deque()
         self.handling = False
-        self.answer: tuple[Lease, ...] | None = None
+        self.answer: Sequence[Lease] | None = None
         self.is_applying = self.is_over = False
         self.told: Told | None = None
         self.accounts: list[TaskName] = []

@@ -1,5 +1,6 @@
 """Simulated masters: one orders the loops of a run, until another takes its place."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -137,7 +138,7 @@ class Master:
                     if self.is_heard:
                         self.world.state = f"failed: {error}"
 
-    def answer(self, loop: str, number: int, leases: tuple[Lease, ...] | None) -> None:
+    def answer(self, loop: str, number: int, leases: Sequence[Lease] | None) -> None:
         if loop in self.loops:
             self.send(self.loops[loop], ("deal", loop, number, leases))
 

@@ -5,6 +5,7 @@ and ``MaskedSum``. Each ps adds what members contribute under their masks, takes
 masks off, and compares with the batches of those who were decided.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -66,11 +67,11 @@ class SecureLoop(Loop):
             entropy=chance.randbytes,
         )
         self.sum = 0  # number of the sum that it has a part in
-        self.dealt_lease: tuple[Lease, ...] = ()
+        self.dealt_lease: Sequence[Lease] = ()
         self.agrees = False
         self.masks: dict[int, Any] = {}
 
-    def dealt(self, leases: tuple[Lease, ...] | None, number: int = 0) -> None:
+    def dealt(self, leases: Sequence[Lease] | None, number: int = 0) -> None:
         if not (leases and number):
             super().dealt(leases)
             return

@@ -1,7 +1,7 @@
 """Simulated tasks: shards that count, and workers whose loops the machines drive."""
 
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -223,7 +223,7 @@ class Loop:
         """Returns what else a step contributes to a ps."""
         return ()
 
-    def dealt(self, leases: tuple[Lease, ...] | None, number: int = 0) -> None:
+    def dealt(self, leases: Sequence[Lease] | None, number: int = 0) -> None:
         self.is_over = self.is_over or leases is None
         self.is_dry = not leases
         self.leases.extend(leases or ())
