@@ -489,8 +489,10 @@ _INTS = ("bigint", "tinyint")
 def frames(spark: SparkSession) -> dict[str, Any]:
     """A DataFrame is written, trained on and scored; and what of it cannot be."""
     ids = spark.range(0, 1000, 1, 4)
+    odd = ("a`b", " ", "é,{}()=\n\t;", "%20")
     frame = ids.select(
         functions.col("id"),
+        *(functions.col("id").alias(name) for name in odd),
         (functions.col("id") / 1000).cast("float").alias("x.1"),
         functions.array(*(functions.col("id") % n for n in (2, 3, 5))).alias("hot"),
         (functions.col("id") % 2 == 0).alias("even"),
@@ -499,11 +501,16 @@ def frames(spark: SparkSession) -> dict[str, Any]:
         ),
         functions.col("id").cast("string").alias("name"),
     )
-    names = ["dense", "even", "hot", "id", "x.1"]
+    hashed = functions.pmod(functions.xxhash64("name"), functions.lit(1000))
+    frame = frame.withColumn("hashed", hashed)
+    names = ["dense", "even", "hashed", "hot", "id", "x.1", *odd]
+    either = ids.select("id", functions.col("id").alias("ID"))
+    stream = spark.readStream.format("rate").load().select("value")
     source = jg.Source.spark(frame, columns=names)
     data = source.open(None)
     path = str(source.spec["path"])
-    batch = [one["id"] for one in read_all(path)]
+    parts = read_all(path, ("id", "hashed"))
+    batch = [one["id"] for one in parts]
     kinds = ["smallint", "int", "bigint", "float", "double", "tinyint", "boolean"]
     every: Callable[[str], Any] = lambda kind: functions.array(
         *(((functions.col("id") + n) % 2).cast(kind) for n in (0, 1, 1))
@@ -522,11 +529,7 @@ def frames(spark: SparkSession) -> dict[str, Any]:
         if name != "id"
     }
     bare = without_pyarrow(spark, ids.select("id", every("float")))
-    hashed = functions.pmod(functions.xxhash64("name"), functions.lit(1000))
-    numbers = read_all(
-        str(jg.Source.spark(frame.select(hashed.alias("id"))).spec["path"])
-    )
-    kept = Path(os.environ["SCENARIO_DIRECTORY"]) / "frame"
+    kept = Path(os.environ["SCENARIO_DIRECTORY"]) / "a 50% frame, é #1; k=v"
     jg.Source.spark(frame, columns=["id"], directory=kept)
     there = sorted(file.suffix for file in kept.iterdir())
     two = functions.when(functions.col("id") % 4 > 0, functions.col("id"))
@@ -540,6 +543,8 @@ def frames(spark: SparkSession) -> dict[str, Any]:
         "text": data_refusal(frame, columns="id"),
         "twice": data_refusal(frame, columns=["id", "id"]),
         "type": data_refusal(frame),
+        "capitals": data_refusal(either),
+        "stream": data_refusal(stream),
         "nulls": data_refusal(ids.select("id", two.alias("some"))),
         "ragged": data_refusal(ids.select(ragged.alias("items"))),
         "holes": data_refusal(ids.select(holes.alias("items"))),
@@ -571,7 +576,7 @@ def frames(spark: SparkSession) -> dict[str, Any]:
         "fields": {n: [str(a.dtype), list(a.shape)] for n, a in data.fields.items()},
         "seen": sorted(int(i) for ids in batch for i in ids) == list(range(1000)),
         "packed": packed,
-        "hashed": [int(min(n["id"].min() for n in numbers)), len(numbers)],
+        "hashed": sum(int((one["hashed"] >= 0).sum()) for one in parts),
         "bare": bare,
         "kept": there,
         "wrong": wrong,

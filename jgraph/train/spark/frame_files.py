@@ -9,7 +9,7 @@ import difflib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias, final
@@ -38,7 +38,7 @@ _INSTEAD: Final = {
     "timestamp": 'make a number of it: F.unix_timestamp("{0}")',
     "timestamp_ntz": 'make a number of it: F.unix_timestamp("{0}")',
 }
-_PATTERN: Final = "*?["
+_PATTERN: Final = "*?[{\\"
 
 
 def check_frame(frame: object, what: str) -> None:
@@ -78,22 +78,39 @@ def check_columns(frame: Any, columns: Sequence[str] | None) -> list[str]:
         raise ConfigError(
             f"columns is '{columns}'; write a list of names: columns=['{columns}']"
         )
-    names = list(frame.columns if columns is None else columns)
+    chosen = frame.columns if columns is None else columns
+    names = list(chosen) if isinstance(chosen, Iterable) else [chosen]
+    if not isinstance(chosen, Iterable) or not all(isinstance(n, str) for n in names):
+        raise ConfigError(
+            f"columns is {columns!r:.60}; write a list of names: "
+            f"columns={frame.columns[:2]!r}"
+        )
     if not names:
         raise ConfigError(
             f"no column is named; the DataFrame has {', '.join(frame.columns)}"
         )
+    told = {one.lower(): one for one in frame.columns}
     for name in names:
         if name not in frame.columns:
-            near = difflib.get_close_matches(str(name), frame.columns, 1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
+            near = difflib.get_close_matches(name.lower(), told, 1)
+            hint = f"; did you mean '{told[near[0]]}'?" if near else ""
             raise ConfigError(
                 f"the DataFrame has no column '{name}'{hint or '.'} It has "
                 f"{', '.join(frame.columns)}"
             )
         if names.count(name) > 1 or frame.columns.count(name) > 1:
             raise ConfigError(f"the column '{name}' comes twice; give it another name")
+        alike = [one for one in frame.columns if one.lower() == name.lower()]
+        if len(alike) > 1 and not _tells_case(frame):
+            raise ConfigError(
+                f"the columns {' and '.join(alike)} differ in capital letters alone, "
+                "and Spark takes them for one; give one of them another name"
+            )
     return names
+
+
+def _tells_case(frame: Any) -> bool:
+    return _setting(frame, "spark.sql.caseSensitive", "false").lower() == "true"
 
 
 def write_frame(
@@ -116,6 +133,12 @@ def write_frame(
         how many. Nothing of it is left.
     """
     check_frame(frame, "jg.Source.spark")
+    if frame.isStreaming:
+        raise ConfigError(
+            "jg.Source.spark was given a DataFrame of a stream, which has no end; let "
+            "df.writeStream write files, and give those that are there: "
+            "spark.read.parquet(…)"
+        )
     names = check_columns(frame, columns)
     check_slot(frame.sparkSession, "jg.Source.spark")
     chosen = [numbers_of(frame, name) for name in names]
@@ -134,14 +157,30 @@ def write_frame(
             }
         )
         with writing(where):
-            to_write.parquet(where.as_uri())
-        _check_rows(frame.sparkSession.read.parquet(where.as_uri()), frame, names)
+            to_write.parquet(_for_spark(where))
+        written = frame.sparkSession.read.parquet(_for_spark(where))
+        _check_rows(written, frame, names)
     except BaseException:
         _forget(where, keep=had_one)
         raise
     if directory is None:
         atexit.register(shutil.rmtree, where, ignore_errors=True)
     return where, names
+
+
+def _for_spark(where: Path) -> str:
+    # Hadoop takes what is there for the path itself: nothing is quoted in it.
+    return f"file://{where}"
+
+
+def quoted(name: str) -> str:
+    """Returns the name of a column as Spark takes it where dots have a meaning.
+
+    Example:
+      >>> quoted("a.b"), quoted("a`b")
+      ('`a.b`', '`a``b`')
+    """
+    return f"`{name.replace('`', '``')}`"
 
 
 def group_bytes(num_columns: int) -> int:
@@ -169,7 +208,7 @@ def numbers_of(frame: Any, name: str) -> Any:
     from pyspark.sql import functions
     from pyspark.sql.types import ArrayType
 
-    column, kind = functions.col(f"`{name}`"), frame.schema[name].dataType
+    column, kind = functions.col(quoted(name)), frame.schema[name].dataType
     if is_vector(frame, name):
         # A sparse one is written as an empty list, which is looked for.
         parts = functions.unwrap_udt(column)
@@ -250,7 +289,7 @@ def _check_rows(written: Any, frame: Any, names: Sequence[str]) -> None:
     asked = [functions.count(functions.lit(1)).alias("rows")]
     count: _OfColumn = lambda is_so: functions.sum(is_so.cast("long"))
     for index, name in enumerate(names):
-        column = functions.col(f"`{name}`")
+        column = functions.col(quoted(name))
         asked.append(count(column.isNull()).alias(f"null{index}"))
         if name in lists:
             size = lists[name].length
@@ -300,7 +339,7 @@ def _lists(field: Any) -> _Lists | None:
     from pyspark.sql import functions
     from pyspark.sql.types import ArrayType
 
-    column = functions.col(f"`{field.name}`")
+    column = functions.col(quoted(field.name))
     if (dtype := field.metadata.get(DTYPE)) is not None:
         nbytes = functions.octet_length(column)
         width = np.dtype(dtype).itemsize

@@ -25,6 +25,7 @@ from jgraph.train.spark.frame_files import (
     check_frame,
     is_vector,
     numbers_of,
+    quoted,
 )
 from jgraph.train.spark.frame_scores import scorer
 
@@ -169,7 +170,7 @@ def _prepared(frame: Any, pairs: Mapping[str, str]) -> tuple[Any, dict[str, str]
     for name, column in pairs.items():
         if is_vector(frame, column):
             found[name] = f"{column} as a list"
-            lists[found[name]] = vector_to_array(frame[f"`{column}`"])
+            lists[found[name]] = vector_to_array(frame[quoted(column)])
         else:
             numbers_of(frame, column)  # refuses what are none
             found[name] = column
@@ -200,7 +201,7 @@ def _exported(
     if isinstance(model, str | Path):
         return ExportedModel(model)
     check_slot(frame.sparkSession, _WHAT)
-    rows = frame.select(*{f"`{column}`" for column in pairs.values()})
+    rows = frame.select(*{quoted(column) for column in pairs.values()})
     table = rows.limit(_EXAMPLES).toArrow()
     if not table.num_rows:
         raise ConfigError(

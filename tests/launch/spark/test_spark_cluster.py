@@ -24,6 +24,8 @@ DYNAMIC = {
     "spark.dynamicAllocation.enabled": "true",
     "spark.dynamicAllocation.shuffleTracking.enabled": "true",
 }
+ODD = ("a`b", " ", "é,{}()=\n\t;", "%20")
+"""Names of columns that Spark takes, and few people."""
 DAY = ("train", "refusals", "stop_inside")
 """In this order: the last one stops the session."""
 
@@ -141,9 +143,11 @@ def test_a_data_frame_is_written_once_and_read_as_files(night: Facts) -> None:
     assert found["fields"] == {
         "data['dense']": ["float32", [1000, 2]],
         "data['even']": ["bool", [1000]],
+        "data['hashed']": ["int32", [1000]],
         "data['hot']": ["int32", [1000, 3]],
         "data['id']": ["int32", [1000]],
         "data['x.1']": ["float32", [1000]],
+        **{f"data['{name}']": ["int32", [1000]] for name in ODD},
     }
     assert found["seen"], "each row once"
     assert found["packed"] == {
@@ -185,7 +189,9 @@ def test_a_data_frame_that_is_no_data_is_refused_with_counts_and_leaves_nothing(
     assert "the column 'id' comes twice" in said["twice"]
     assert "the column 'name' is of type string" in said["type"]
     assert 'F.pmod(F.xxhash64("name"), F.lit(1000))' in said["type"]
-    assert 0 <= found["hashed"][0] < 1000, "as what is said makes them"
+    assert found["hashed"] == 1000, "no row is made negative by what is said"
+    assert "the columns id and ID differ in capital letters" in said["capitals"]
+    assert "a DataFrame of a stream, which has no end" in said["stream"]
     assert "'some' has no value in 250 of 1,000 rows" in said["nulls"]
     assert "different lengths, or empty ones (1 in 500, 2 in 500)" in said["ragged"]
     for name in ("holes", "holes_of_bytes"):

@@ -1,8 +1,8 @@
 """Where a DataFrame may be written, and which of its columns, without a JVM."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -30,6 +30,8 @@ def test_a_new_or_empty_directory_by_its_whole_path_will_do(tmp_path: Path) -> N
         ("/data/../etc", "write a whole path from / on"),
         ("/data/*", "write a whole path from / on"),
         ("/data/[ab]", "write a whole path from / on"),
+        ("/data/{ab}", "write a whole path from / on"),
+        ("/data/a\\b", "write a whole path from / on"),
     ],
 )
 def test_a_directory_that_will_not_do_is_refused(
@@ -60,12 +62,13 @@ def test_columns_are_those_that_are_named_or_all() -> None:
         (["lable"], "did you mean 'label'"),
         (["ids", "ids"], "'ids' comes twice"),
         ([], "no column is named"),
+        (["LABEL"], "did you mean 'label'"),
         ("ids", r"write a list of names: columns=\['ids'\]"),
+        (5, r"columns is 5; write a list of names: columns=\['dense', 'ids'\]"),
+        ([1], r"columns is \[1\]; write a list of names"),
     ],
 )
-def test_columns_that_are_not_there_are_refused(
-    columns: Sequence[str], complaint: str
-) -> None:
+def test_columns_that_are_not_there_are_refused(columns: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         check_columns(FRAME, columns)
 
