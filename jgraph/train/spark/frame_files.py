@@ -89,11 +89,11 @@ def check_columns(frame: Any, columns: Sequence[str] | None) -> list[str]:
         raise ConfigError(
             f"no column is named; the DataFrame has {', '.join(frame.columns)}"
         )
-    told = {one.lower(): one for one in frame.columns}
+    names_there = {one.lower(): one for one in frame.columns}
     for name in names:
         if name not in frame.columns:
-            near = difflib.get_close_matches(name.lower(), told, 1)
-            hint = f"; did you mean '{told[near[0]]}'?" if near else ""
+            near = difflib.get_close_matches(name.lower(), names_there, 1)
+            hint = f"; did you mean '{names_there[near[0]]}'?" if near else ""
             raise ConfigError(
                 f"the DataFrame has no column '{name}'{hint or '.'} It has "
                 f"{', '.join(frame.columns)}"
