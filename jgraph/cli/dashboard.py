@@ -59,7 +59,7 @@ def dashboard(
     ] = None,
     at: Annotated[
         str | None,
-        typer.Option(help="With --replay: time to begin at, 2026-11-24T15:04:05."),
+        typer.Option(help="With --replay or --report: its time, 2026-11-24T15:04:05."),
     ] = None,
     report: Annotated[
         Path | None,
@@ -70,8 +70,11 @@ def dashboard(
         ),
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="File of the --report.")
-    ] = Path("report.html"),
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="File of the --report; report.html if unset."
+        ),
+    ] = None,
     view_token_file: Annotated[
         Path | None,
         typer.Option(help="File to write the token of the page to, mode 0600."),
@@ -125,14 +128,15 @@ def dashboard(
         say({"path": str(grafana)}, text, as_json=as_json)
         return
     if report is not None:
-        from jgraph.dashboard.report import report as of_journal
-        from jgraph.dashboard.sources import ReplaySource
-
-        past = ReplaySource(report, None if at is None else _seconds(at))
-        _write(output, of_journal(past), "--output")
-        text = f"wrote {output}; it needs no server"
-        say({"path": str(output)}, text, as_json=as_json)
+        if replay is not None:
+            raise typer.BadParameter("--report names the journal: leave out --replay")
+        path = _reported(report, output or Path("report.html"), at)
+        say({"path": str(path)}, f"wrote {path}; it needs no server", as_json=as_json)
         return
+    if output is not None:
+        raise typer.BadParameter(
+            "--output is the file of a report: name its journal with --report"
+        )
     options = serve.Options(
         bind=bind,
         port=port,
@@ -152,6 +156,20 @@ def dashboard(
         sys.stdout.flush()
         with suppress(KeyboardInterrupt):
             server.run(sys.stdin.read if attended else None)
+
+
+def _reported(journal: Path, path: Path, at: str | None) -> Path:
+    from jgraph.dashboard.report import report
+    from jgraph.dashboard.sources import ReplaySource
+
+    past = ReplaySource(journal, None if at is None else _seconds(at))
+    if path.exists() and path.samefile(journal):
+        raise typer.BadParameter(
+            f"--output is the journal itself, which would be lost; name another file "
+            f"than {path}"
+        )
+    _write(path, report(past), "--output")
+    return path
 
 
 def _write(path: Path, text: str, option: str) -> None:

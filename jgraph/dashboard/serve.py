@@ -103,7 +103,7 @@ class DashboardServer:
             PlainProtocol,
             connections=_CONNECTIONS,
             end_s=_END_S,
-            date_header=False,
+            date_header=True,  # by which a page knows how old what it shows is
         )
         self._server = _QuietServer(config, self._app.streams.end)
 

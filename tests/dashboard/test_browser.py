@@ -1,5 +1,6 @@
 """The page in the Chromium of this machine, driven by Playwright; none is fetched."""
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -246,6 +247,31 @@ def test_what_is_scrolled_stays_there_while_the_page_changes(browser: Any) -> No
         source.board.take(status(WallClock().now() - START + 1, told))
         expect(page.locator("#log-lines")).to_contain_text("four")
         assert page.evaluate(places)[1][1] > end, "who reads the newest lines sees more"
+
+
+def test_a_page_on_a_machine_with_another_clock_knows_what_is_live(
+    browser: Any,
+) -> None:
+    source = Imagined(scene(WallClock().now() - START - 178))
+    with serving(source) as server, opened(browser, "about:blank") as (page, _):
+        page.add_init_script("const now = Date.now; Date.now = () => now() - 3600_000;")
+        page.goto(server.url)
+        expect(page.locator("#age")).to_have_text(re.compile("seen 6[0-9] s ago"))
+        source.board.take(status(WallClock().now() - START))
+        expect(page.locator("#age")).to_have_text("live")
+
+
+def test_a_time_of_another_day_has_its_day(browser: Any) -> None:
+    with serving(fresh()) as server, opened(browser, server.url) as (page, _):
+        told = page.evaluate(
+            """async () => {
+                const { clock } = await import("/page/dom.js");
+                return [clock(Date.now() / 1000), clock(40 * 86400), clock(null)];
+            }"""
+        )
+        assert "/" not in told[0]
+        assert "1970" in told[1]
+        assert len(told[2]) == 1
 
 
 def test_lines_of_a_log_are_filtered(browser: Any) -> None:

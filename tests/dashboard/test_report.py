@@ -71,6 +71,23 @@ def test_the_command_writes_it_as_of_a_time(
     assert "--output" in err
 
 
+def test_a_journal_is_not_written_over_by_its_report(
+    journal: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(journal.parent)
+    before, name = journal.read_bytes(), journal.name
+    for typed, said in (
+        (("--report", name, "-o", str(journal)), "the journal itself, which would be"),
+        (("--report", name, "--replay", name), "leave out --replay"),
+        (("--replay", name, "-o", "x.html"), "name its journal with --report"),
+    ):
+        code, out, err = run(capsys, "dashboard", *typed)
+        assert (code, out) == (cli.USAGE, "")
+        assert said in " ".join(err.replace("│", " ").split())
+    assert journal.read_bytes() == before
+    assert [*journal.parent.glob("*.html")] == []
+
+
 def test_the_timeline_of_the_page_has_the_last_steps_alone() -> None:
     view = timeline_view(imagined_trace(), 2)
     assert view["path"]["steps"] == 20

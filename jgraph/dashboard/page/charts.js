@@ -11,6 +11,15 @@ export function forgetCharts() {
   drawn.clear();
 }
 
+// Times below a chart: with their day, in a line above, where it has more than one.
+function times(chart, ticks) {
+  const isLong = ticks.length > 1 && ticks[ticks.length - 1] - ticks[0] > 86400;
+  return ticks.map((tick) => {
+    const at = new Date(1000 * tick);
+    return isLong ? `${at.toLocaleDateString()}\n${at.toLocaleTimeString()}` : at.toLocaleTimeString();
+  });
+}
+
 // series: [{name, x, mean, min, max}], all of one chart on one axis of x.
 export function curves(series, { time = false, log = false, label, unit }) {
   const box = h("div", { role: "img", "aria-label": label });
@@ -45,7 +54,7 @@ export function curves(series, { time = false, log = false, label, unit }) {
     const options = {
       width, height: 220, series: shown, bands,
       scales: { x: { time }, y: log ? { distr: 3 } : {} },
-      axes: [axis, { ...axis, size: 70, ...(unit && { values: (chart, ticks) => ticks.map(unit) }) }],
+      axes: [time ? { ...axis, values: times, space: 90 } : axis, { ...axis, size: 70, ...(unit && { values: (chart, ticks) => ticks.map(unit) }) }],
       cursor: { drag: { x: true, y: false } },
       legend: { live: false, show: some.length > 1 },
     };

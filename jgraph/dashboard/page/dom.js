@@ -29,7 +29,12 @@ export function bytes(n) {
 export const number = (n, digits = 3) =>
   typeof n !== "number" ? "–" : Math.abs(n) >= 1000 ? Math.round(n).toLocaleString("en") : String(Number(n.toPrecision(digits)));
 export const percent = (n) => (typeof n === "number" ? `${Math.round(100 * n)} %` : "–");
-export const clock = (t) => (typeof t === "number" ? new Date(1000 * t).toLocaleTimeString() : "–");
+// With its day, if that is not today.
+export function clock(t) {
+  if (typeof t !== "number") return "–";
+  const at = new Date(1000 * t);
+  return at.toDateString() === new Date().toDateString() ? at.toLocaleTimeString() : at.toLocaleString();
+}
 export const short = (task) => String(task).replace("/job:", "").replace("/task:", ":");
 
 // columns: [title, row => cell, "n" for numbers]; rows that are bad are marked.

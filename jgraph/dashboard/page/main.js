@@ -5,7 +5,7 @@ import { PAGES } from "./pages.js";
 
 const $ = (id) => document.getElementById(id);
 const NAMES = Object.keys(PAGES);
-const state = { view: null, curves: null, tab: "overview", token: "", heard: 0, at: null, filter: "", log: false };
+const state = { view: null, curves: null, tab: "overview", token: "", behind: 0, at: null, filter: "", log: false };
 const keep = {
   config: {}, live: true, run: null, task: null, log: false, filter: "",
   set(name, value) { keep[name] = value; if (name === "task") logged = { task: null, next: 0, lines: [] }; draw(true); },
@@ -33,6 +33,9 @@ async function ask(path, accept = "*/*") {
     const told = await reply.json().catch(() => ({}));
     throw new Error(told.error || `the dashboard answered ${reply.status}`);
   }
+  // The clock of this machine may be another than that of the dashboard.
+  const answered = Date.parse(reply.headers.get("date") || "");
+  if (answered) state.behind = answered - Date.now();
   return reply;
 }
 // A report has what was asked for in the page itself.
@@ -159,7 +162,6 @@ async function listen() {
       if (!field("data")) continue;
       const told = JSON.parse(field("data"));
       state.view = field("event") === "state" ? told : patched(state.view, told);
-      state.heard = Date.now();
     }
     draw();
   }
@@ -167,7 +169,7 @@ async function listen() {
 
 async function live() {
   setInterval(() => {
-    const age = state.view ? Math.max(0, Math.round(Date.now() / 1000 - (state.view.answered || 0))) : 0;
+    const age = state.view ? Math.max(0, Math.round((Date.now() + state.behind) / 1000 - (state.view.answered || 0))) : 0;
     const stale = Boolean(state.view) && (age > 5 || Boolean(state.view.silent));
     document.body.classList.toggle("stale", stale);
     $("age").textContent = stale ? `seen ${age} s ago` : "live";
