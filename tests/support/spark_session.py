@@ -195,6 +195,17 @@ def run_until_cancelled(context: Any, work: Callable[[Any], Any]) -> None:
         context.parallelize(range(2), 2).foreach(work)
 
 
+def wait_until_taken(context: Any, slots: int) -> None:
+    """Waits until so many tasks of other jobs run: to start them takes a while."""
+    tracker = context.statusTracker()
+    for _ in range(1200):
+        stages = map(tracker.getStageInfo, tracker.getActiveStageIds())
+        if sum(stage.numActiveTasks for stage in stages if stage) >= slots:
+            return
+        threading.Event().wait(0.1)
+    raise AssertionError(f"{slots} tasks did not begin")
+
+
 def crowded(spark: SparkSession) -> dict[str, Any]:
     """Slots that something else has, and two clusters in one application."""
     context = spark.sparkContext
@@ -202,6 +213,7 @@ def crowded(spark: SparkSession) -> dict[str, Any]:
     busy = threading.Thread(target=run_until_cancelled, args=(context, wait))
     busy.start()
     try:
+        wait_until_taken(context, 2)
         began = CLOCK.now()
         missing = refusal(spark, ps=1, workers=1, timeout_s=45)
         took_s = CLOCK.now() - began
