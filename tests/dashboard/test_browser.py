@@ -274,6 +274,18 @@ def test_a_time_of_another_day_has_its_day(browser: Any) -> None:
         assert len(told[2]) == 1
 
 
+def test_tasks_come_in_the_order_of_their_numbers(browser: Any) -> None:
+    names = [PS, *(f"/job:worker/task:{index}" for index in range(12))]
+    told = {name: {"state": "ready", "incarnation": "01"} for name in names}
+    source = Imagined([status(WallClock().now() - START, told)])
+    short = [name.replace("/job:", "").replace("/task:", ":") for name in names]
+    with serving(source) as server, opened(browser, server.url) as (page, _):
+        page.keyboard.press("4")
+        cells = page.locator("main table").first.locator("tbody td:first-child")
+        expect(cells).to_have_text(short)
+        expect(page.locator("#task option")).to_have_text(short)
+
+
 def test_lines_of_a_log_are_filtered(browser: Any) -> None:
     with serving(fresh()) as server, opened(browser, server.url) as (page, _):
         page.keyboard.press("4")

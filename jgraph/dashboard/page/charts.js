@@ -105,7 +105,7 @@ export function heat(names, value, label) {
     transform: `translate(${left + at * cell + cell / 2},${top - 6}) rotate(-50)` }, short(b)));
   const size = names.length * cell;
   return s("svg", { role: "img", "aria-label": label, viewBox: `0 0 ${left + size + 60} ${top + size}`,
-    width: left + size + 60, height: top + size }, cells, rows, columns);
+    width: left + size + 60, height: top + size, class: "own" }, cells, rows, columns);
 }
 
 // counts: {age: updates}: a bar for each age, the last for all that are older.

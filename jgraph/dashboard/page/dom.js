@@ -37,6 +37,10 @@ export function clock(t) {
 }
 export const short = (task) => String(task).replace("/job:", "").replace("/task:", ":");
 
+// Names in the order of their numbers: worker:2 before worker:10.
+const order = new Intl.Collator("en", { numeric: true });
+export const inOrder = (names) => [...names].sort(order.compare);
+
 // columns: [title, row => cell, "n" for numbers]; rows that are bad are marked.
 export function table(label, columns, rows, bad = () => false) {
   if (!rows.length) return h("p", { class: "soft" }, "nothing to show yet");

@@ -1,11 +1,12 @@
 // Pages: each makes elements of the view, and of the curves where it draws some.
-import { bytes, card, clock, h, number, percent, short, table } from "./dom.js";
+import { bytes, card, clock, h, inOrder, number, percent, short, table } from "./dom.js";
 import { ages, curves, heat, lanes, timeline, treemap } from "./charts.js";
 
 const KINDS = ["compute", "update", "lookup", "rows", "copy", "read"];
 const PARTS = ["compute", "pull", "push", "wait", "input", "other"];
-const rows = (of) => Object.entries(of || {}).map(([name, row]) => ({ name, ...row }));
-const newest = (view) => rows(view.runs).sort((a, b) => (a.state === "running") - (b.state === "running")).pop();
+const rows = (of) => inOrder(Object.keys(of || {})).map((name) => ({ name, ...of[name] }));
+const begun = (view) => Object.entries(view.runs || {}).map(([name, row]) => ({ name, ...row }));  // the newest last
+const newest = (view) => begun(view).sort((a, b) => (a.state === "running") - (b.state === "running")).pop();
 const series = (name, of, only) => ({ name, x: of.x, mean: of.mean, ...(only ? {} : { min: of.min, max: of.max }) });
 
 function alarms(view) {
@@ -42,7 +43,7 @@ const overview = {
         ["run", (r) => r.name], ["state", (r) => r.state], ["step", (r) => `${number(r.step)} of ${number(r.steps)}`, "n"],
         ["steps/s", (r) => number(r.steps_per_s), "n"], ["examples/s", (r) => number(r.examples_per_s), "n"],
         ["loss", (r) => number((r.metrics || {}).loss, 4), "n"], ["went back", (r) => r.recoveries, "n"], ["master", (r) => short(r.master)],
-      ], rows(view.runs), (r) => r.state === "failed")),
+      ], begun(view), (r) => r.state === "failed")),
     ];
   },
 };
@@ -51,7 +52,7 @@ const training = {
   title: "Training",
   curves: true,
   show(view, all, keep) {
-    const runs = rows(view.runs);
+    const runs = begun(view);
     if (!runs.length) return [card("Training", h("p", { class: "soft" }, "no run yet"))];
     const name = runs.some((r) => r.name === keep.run) ? keep.run : newest(view).name;
     const of = all.runs[name] || { metrics: {}, rate: { x: [], mean: [] } };
@@ -83,7 +84,7 @@ function spread(counts) {
 const workers = {
   title: "Workers",
   show(view) {
-    const all = rows(view.runs).flatMap((run) => rows(run.workers).map((w) => ({ ...w, run: run.name, running: run.state === "running" })));
+    const all = begun(view).flatMap((run) => rows(run.workers).map((w) => ({ ...w, run: run.name, running: run.state === "running" })));
     const gates = rows(view.gates);
     const stale = gates.flatMap((gate) => Object.entries(gate.staleness || {}).map(([worker, counts]) => ({ gate, worker, counts, ...spread(counts) })));
     return [
@@ -92,7 +93,7 @@ const workers = {
         ["p50 ms", (w) => number(w.step_ms.p50), "n"], ["p95 ms", (w) => number(w.step_ms.p95), "n"], ["p99 ms", (w) => number(w.step_ms.p99), "n"],
         ["too late", (w) => number(w.dropped), "n"],
       ], all.filter((w) => w.running || all.every((one) => !one.running)))),
-      rows(view.runs).filter((run) => run.state === "running").map((run) => card(`Time of a step of ${run.name}`, workersOf(run))),
+      begun(view).filter((run) => run.state === "running").map((run) => card(`Time of a step of ${run.name}`, workersOf(run))),
       card("Staleness: updates by how many others came between read and update", table("Staleness", [
         ["worker", (a) => short(a.worker)], ["at", (a) => short(a.gate.task)], ["bound", (a) => a.gate.max_staleness ?? "none", "n"],
         ["updates", (a) => number(a.all), "n"], ["half at most", (a) => number(a.half), "n"], ["95 % at most", (a) => number(a.high), "n"], ["most", (a) => number(a.most), "n"],
@@ -111,7 +112,7 @@ const tasks = {
   curves: true,
   show(view, all, keep) {
     const versions = new Set(rows(view.tasks).map((t) => `${t.jgraph} ${t.jax}`));
-    const names = Object.keys(view.tasks);
+    const names = inOrder(Object.keys(view.tasks));
     const name = names.includes(keep.task) ? keep.task : names[0];
     const choose = h("select", { id: "task", onchange: (e) => keep.set("task", e.target.value) },
       names.map((n) => h("option", { value: n, selected: n === name }, short(n))));
@@ -139,7 +140,7 @@ const traffic = {
   title: "Traffic",
   show(view) {
     const pairs = rows(view.traffic);
-    const names = Object.keys(view.tasks);
+    const names = inOrder(Object.keys(view.tasks));
     const value = (a, b) => {
       const row = view.traffic[`${a} ${b}`];
       return row ? (row.bytes_per_s || 0) + (row.shared_bytes_per_s || 0) : 0;
@@ -205,7 +206,7 @@ const CHANGES = ["joined", "left", "leaves", "lost", "replaced", "frozen", "died
 const members = {
   title: "Members",
   show(view) {
-    const running = rows(view.runs).filter((run) => run.state === "running");
+    const running = begun(view).filter((run) => run.state === "running");
     const runsOf = (task) => running.filter((run) => (run.members || []).includes(task)).map((run) => run.name).join(", ");
     return [
       card("Tasks of the cluster", table("Members", [
@@ -228,7 +229,7 @@ const members = {
 const rounds = {
   title: "Rounds",
   show(view) {
-    const all = rows(view.runs).filter((run) => Object.keys(run.rounds || {}).length);
+    const all = begun(view).filter((run) => Object.keys(run.rounds || {}).length);
     if (!all.length) return [card("Rounds of federated runs", h("p", { class: "soft" }, "no run trains in rounds of clients: jg.Federated"))];
     return all.flatMap((run) => [
       card(`Rounds of ${run.name}, the newest first`, table("Rounds", [
