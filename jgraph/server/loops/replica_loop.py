@@ -3,8 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
@@ -26,7 +25,6 @@ from jgraph.coordination.step.replica_loop import (
     StepAcknowledged,
     StepComputed,
     StepFailed,
-    StepNotStarted,
     StepRefused,
     StepUnwanted,
     StepUnwell,
@@ -34,34 +32,15 @@ from jgraph.coordination.step.replica_loop import (
     Tell,
 )
 from jgraph.errors import JGError, RunOverError, StaleGradientError
-from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Frame
-from jgraph.runtime.compute_errors import as_error
 from jgraph.runtime.executor import StepTimes
-from jgraph.server.loops.data_feed import DataFeed, NumberedBatch
+from jgraph.server.loops.data_feed import DataFeed
 from jgraph.server.loops.halt_timer import HaltTimer
 from jgraph.server.loops.reports import LoopReports, LoopTimes
+from jgraph.server.loops.step_inputs import FedStep, StepInputs
 from jgraph.server.loops.sum_part import SumPart
 from jgraph.server.steps.driver import Fetches, StepDriver
-
-
-@final
-@dataclass(slots=True)
-class FedStep:
-    """A step that has its batch, until it is over: one that is refused comes again.
-
-    Attributes:
-      feeds: by name.
-      pieces: of which the batch is.
-      wanted_s: when the step was to begin.
-      started_s: when it did.
-    """
-
-    feeds: dict[str, Any]
-    pieces: int
-    wanted_s: float
-    started_s: float = 0.0
 
 
 @final
@@ -94,11 +73,7 @@ class LoopRun:
         self._driver = driver
         self._clock = clock
         self._feed = feed
-        self._part = part
-        # Steps that wait for a batch, in order, and since when.
-        self._unfed: deque[tuple[int, float]] = deque()
-        self._is_taking = False
-        self._fed: dict[int, FedStep] = {}
+        self._inputs = StepInputs(order, feed, part, self._drive, self._take)
         self._pieces_done = 0  # since the last report
         self._refused = 0
         self._finite = finite_check_of(order)
@@ -119,11 +94,6 @@ class LoopRun:
         self.record = LoopReports(clock)
         self._halts = HaltTimer(order.loop, self.go_on)
         self._times = LoopTimes(clock.now())
-        self._numbers = {
-            name: np.asarray(value, np.int32)
-            for name, value in [(order.replica_feed, order.replica)]
-            if name
-        }
 
     def leave(self) -> None:
         """Asks the loop to end likewise, and to say that its task does."""
@@ -133,7 +103,7 @@ class LoopRun:
     def stop(self) -> None:
         """Asks the loop to end after the steps in flight."""
         self._take(StopAsked())
-        self._start_none(over=False)
+        self._inputs.give_up(over=False)
         self._feed.close()
 
     def halt(self, number: int, limit_s: float) -> None:
@@ -176,7 +146,7 @@ class LoopRun:
                 match instruction:
                     case StartStep(step):
                         self._use_turn()
-                        self._start(step, now)
+                        self._inputs.start(step, now)
                     case Report():
                         self._report("running")
                     case Tell():
@@ -194,52 +164,6 @@ class LoopRun:
     def _next_turn(self) -> None:
         self._turn_used = False
         self._handle_events()
-
-    def _start(self, step: int, now: float) -> None:
-        if (fed := self._fed.get(step)) is not None:
-            fed.wanted_s = now
-            self._drive(step, fed)
-        else:
-            self._unfed.append((step, now))
-            self._take_batch()
-
-    def _take_batch(self) -> None:
-        if self._unfed and not self._is_taking:
-            self._is_taking = True
-            self._feed.take(self._batch_ready)
-
-    def _start_none(self, *, over: bool) -> None:
-        """Gives up the steps that wait for a batch."""
-        while self._unfed:
-            self._unfed.pop()
-            self._take(StepNotStarted(over=over))
-
-    def _batch_ready(self, batch: NumberedBatch | BaseException | None) -> None:
-        self._is_taking = False
-        if not self._unfed:  # stopped meanwhile
-            return
-        step, wanted_s = self._unfed[0]
-        match batch:
-            case None:
-                self._start_none(over=True)
-            case NumberedBatch():
-                self._unfed.popleft()
-                feeds = {**batch.fields, **self._numbers}
-                for name, value in [
-                    (self._order.step_feed, step),
-                    (self._order.batch_feed, batch.number),
-                    (self._order.pieces_feed, batch.pieces),
-                ]:
-                    if name:
-                        feeds[name] = np.asarray(value, np.int32)
-                if self._part is not None:
-                    feeds["mask"] = self._part.mask(batch.number)
-                fed = self._fed[step] = FedStep(feeds, batch.pieces, wanted_s)
-                self._drive(step, fed)
-                self._take_batch()
-            case error:
-                task = TaskName(self._order.task)
-                self._take(StepFailed(step, as_error(error, task)))
 
     def _drive(self, step: int, fed: FedStep) -> None:
         fed.started_s = self._clock.now()
@@ -294,7 +218,7 @@ class LoopRun:
             self._refused += 1
             self._take(StepRefused(step))
             return
-        self._fed.pop(step, None)
+        self._inputs.forget(step)
         match error:
             case None:
                 if step != self._unwell:  # of which the batch comes again
@@ -310,9 +234,7 @@ class LoopRun:
 
     def _end(self, state: str, error: JGError | None) -> None:
         self._halts.end()
-        self._feed.close()
-        if self._part is not None:
-            self._part.close()
+        self._inputs.close()
         if error is None:
             self._report("left" if self._leaving and state == "stopped" else state)
         self.record.end(error)
