@@ -386,9 +386,9 @@ BUGS: Final = {
         "test_a_machine_does_as_its_transcript_says[run/rescale/cancelled]",
     ),
     "who takes a run over begins loops of programs that were dropped": Bug(
-        "server/runs/rescaling/rescaler.py",
-        "self.number + 1)\n            await self._renew()\n",
-        "self.number + 1)\n",
+        "server/runs/rescaling/migration.py",
+        "number + 1)\n        await self._renew()\n",
+        "number + 1)\n",
         "tests/faults/test_rows_rescale.py::"
         "test_a_master_that_dies_while_variables_move_costs_no_update"
         "[SyncPS-rescale.moved]",
@@ -401,7 +401,7 @@ BUGS: Final = {
         "test_a_row_is_copied_again_if_it_is_written_after_its_part_was",
     ),
     "what moved to another ps stays where it was as well": Bug(
-        "server/runs/rescaling/rescaler.py",
+        "server/runs/rescaling/migration.py",
         "        await self._mover.forget((one.src, one.names) "
         "for one in attempt.transfers)\n",
         "",
@@ -415,7 +415,7 @@ BUGS: Final = {
         "test_a_copy_has_no_key_that_its_shard_has_given_up_since",
     ),
     "what steps change after a rescale is recorded nowhere": Bug(
-        "server/runs/rescaling/rescaler.py",
+        "server/runs/rescaling/migration.py",
         "                await self._copies.admit(handle, "
         'int(loop.HasField("sync")), to)\n',
         "                pass\n",
@@ -452,14 +452,14 @@ BUGS: Final = {
         "test_a_run_whose_client_alone_knows_of_a_switch_goes_back_to_the_ps_before",
     ),
     "variables that have moved stay where they were, too": Bug(
-        "server/runs/rescaling/rescaler.py",
+        "server/runs/rescaling/migration.py",
         "        await self._mover.forget((one.src, one.names) "
         "for one in attempt.transfers)\n",
         "",
         RESCALED,
     ),
     "updates that are begun are made after the variables have moved": Bug(
-        "server/runs/rescaling/rescaler.py",
+        "server/runs/rescaling/migration.py",
         "self._ready.drop(loop.handle, settle=True)",
         "self._ready.drop(loop.handle)",
         "tests/simulation/test_rescales.py::"
@@ -481,7 +481,7 @@ BUGS: Final = {
         "test_a_master_that_is_a_ps_and_leaves_gives_away_what_it_has_first",
     ),
     "a run that no worker trains moves to a ps that takes no program": Bug(
-        "server/runs/rescaling/rescaler.py",
+        "server/runs/rescaling/migration.py",
         "if loops and attempt.left_out.issuperset(loop.task for loop in loops):",
         "if False:",
         "tests/simulation/test_rescales.py::"
@@ -525,8 +525,8 @@ BUGS: Final = {
         "test_a_step_of_one_worker_takes_the_sum_of_its_costs",
     ),
     "a ps that has joined has no gate": Bug(
-        "server/runs/rescaling/rescaler.py",
-        "            await self._open_gates(ps)\n",
+        "server/runs/rescaling/migration.py",
+        "        await self._open_gates(attempt.ps)\n",
         "",
         RESCALED,
     ),

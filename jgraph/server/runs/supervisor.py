@@ -64,6 +64,7 @@ from jgraph.server.runs.peers import (
     holds_state,
 )
 from jgraph.server.runs.ps_setup import PsSetup
+from jgraph.server.runs.rescaling.migration import RunMigrations
 from jgraph.server.runs.rescaling.rescaler import RunRescaler
 from jgraph.server.runs.rescaling.stand_ins import RunStandIns
 from jgraph.server.runs.rollback import Rollback, RolledBack, position_of
@@ -122,13 +123,16 @@ class RunSupervisor:
             *(self.loops, self.copies, self._losses, Restarters(self.client)),
             *(self._handle, self._do),
         )
+        migrations = RunMigrations(
+            *(order, peers, self.ready, self.loops, self.copies),
+            next_name=self._next_name,
+            term=lambda: self.record.term,
+        )
         self.rescaler = RunRescaler(
-            *(order, peers, self.ready, ps, self.loops, self.record),
-            *(self._losses, self.copies, self.client, clock),
+            *(order, peers, migrations, self.record, self._losses, self.client, clock),
             fence=lambda: self._handle(RestartAsked()),
             go_on=self._rescaled,
             switched=self._release,
-            next_name=self._next_name,
             do=self._do,
         )
         self.saving = RunSaving(
