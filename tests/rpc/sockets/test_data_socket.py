@@ -6,9 +6,6 @@ import random
 import socket
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -32,10 +29,9 @@ from jgraph.testing.transport_harness import (
     step,
 )
 from tests.support.run_async import run_async
+from tests.support.worker_pair import Remote, paired
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
-
-Remote = partial(GrpcTransport, same_machine="off")
 
 
 @pytest.fixture(scope="module")
@@ -47,32 +43,6 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def way(transport: GrpcTransport) -> str:
     return transport.statistics().peers[PS].way
-
-
-@dataclass
-class Pair:
-    """A worker that reaches a ps through a proxy; the ps knows the worker."""
-
-    proxy: TcpProxy
-    at_ps: Recorder
-    worker: GrpcTransport
-    at_worker: Recorder
-
-    async def has(self, n: int) -> list[int]:
-        return numbers(await self.at_ps.wait_frames(n))
-
-
-@asynccontextmanager
-async def paired() -> AsyncIterator[Pair]:
-    ps, at_ps, worker, at_worker = Remote(PS), Recorder(), Remote(WORKER), Recorder()
-    async with TcpProxy(await ps.start(at_ps)) as proxy:
-        ps.set_peers({WORKER: await worker.start(at_worker)})
-        worker.set_peers({PS: proxy.address})
-        try:
-            yield Pair(proxy, at_ps, worker, at_worker)
-        finally:
-            await worker.close()
-            await ps.close()
 
 
 def test_frames_go_over_the_data_socket_and_through_the_proxy() -> None:
