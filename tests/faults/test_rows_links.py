@@ -186,9 +186,13 @@ def test_a_synchronous_run_pauses_without_its_master_and_goes_on_when_it_heals(
 
 
 @pytest.mark.row(22)
-@pytest.mark.parametrize("silent_s", [9.0, 30.0], ids=["9 s", "30 s"])
+@pytest.mark.parametrize(
+    ("silent_s", "detached"),
+    [(9.0, False), (30.0, False), (30.0, True)],
+    ids=["9 s", "30 s", "detached"],
+)
 def test_workers_pause_without_their_master_and_go_on_when_the_link_heals(
-    fault: Fault, caplog: pytest.LogCaptureFixture, silent_s: float
+    fault: Fault, caplog: pytest.LogCaptureFixture, silent_s: float, detached: bool
 ) -> None:
     """In 5 to 15 s its connections end as well."""
     with (
@@ -208,6 +212,7 @@ def test_workers_pause_without_their_master_and_go_on_when_the_link_heals(
             steps=10**6,
             batch_size=BATCH,
             callbacks=[after(200, silence), once(both_are_back)],
+            detached=detached,
             progress=False,
         )
         assert run.state == "stopped"
