@@ -4,9 +4,8 @@ It is the run's journal as well: all that made the run, and all that its loops t
 frame after the other. The standby of the master keeps a record of its own from that.
 """
 
-import asyncio
 import json
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
@@ -22,6 +21,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.status import from_status, to_status
 from jgraph.rpc.transport import Frame
+from jgraph.server.frame_log import FrameLog
 
 _MOST_BYTES: Final = 256 << 20
 """What is kept of the reports of one run; beyond, the oldest go."""
@@ -61,14 +61,11 @@ class Journal:
         self._seconds = 0.0
         self._steps = 0
         self._state = "running"
-        self._is_left = False
-        self._entries: deque[Frame] = deque()
-        self._first = self._nbytes = 0
+        self._log = FrameLog(_MOST_BYTES)
         self._helpers: set[str] = set()  # contribute; another loop tells of the steps
         # Came too late: of all loops of a replica, and of its last one.
         self._dropped: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self._late: defaultdict[int, Counter[str]] = defaultdict(Counter)
-        self._news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def is_over(self) -> bool:
@@ -78,12 +75,12 @@ class Journal:
     @property
     def is_whole(self) -> bool:
         """Whether its journal is: nothing is left out."""
-        return self._first == 0
+        return self._log.is_whole
 
     @property
     def frames(self) -> int:
         """How many its journal has had."""
-        return self._first + len(self._entries)
+        return self._log.count
 
     @property
     def seconds(self) -> float:
@@ -108,11 +105,11 @@ class Journal:
     @property
     def news(self) -> Awaitable[None]:
         """Done as soon as something happens after this."""
-        return asyncio.shield(self._news)
+        return self._log.news
 
     def note(self, entry: Frame) -> None:
         """Keeps a frame that made the run what it is; nobody who watches sees it."""
-        self._append(entry)
+        self._log.append(entry)
 
     def begins(self, order: pb.RunLoop, began_s: float | None = None) -> None:
         """Takes note of a loop of it, and tells of it.
@@ -129,7 +126,7 @@ class Journal:
         self._dropped[order.replica] += self._late.pop(order.replica, Counter())
         entry = frame(run_loop=order)
         body_of(entry).began_s = self.seconds if began_s is None else began_s
-        self._append(entry)
+        self._log.append(entry)
 
     def keep(self, order: pb.RunLoop, report: Frame, began_s: float) -> None:
         """Keeps what a loop tells.
@@ -151,13 +148,13 @@ class Journal:
     def ask(self, question: pb.RunQuestion) -> None:
         """Keeps what the client of the run is asked, in its place among the reports."""
         body = pb.LoopReport(state="asks", question=question)
-        self._append(frame(loop_report=body, tensors=_NOTHING))
+        self._log.append(frame(loop_report=body, tensors=_NOTHING))
 
     def again(self, report: Frame) -> None:
         """Keeps a report as another record kept it."""
         body: pb.LoopReport = body_of(report)
         if body.HasField("question"):
-            self._append(report)
+            self._log.append(report)
             return
         if body.dropped:
             before = self._dropped[body.replica]
@@ -168,7 +165,7 @@ class Journal:
         if body.loop not in self._helpers:
             self._steps += len(tensors[0])
             self.position = body.data_position or self.position
-        self._append(frame(loop_report=body, tensors=tensors))
+        self._log.append(frame(loop_report=body, tensors=tensors))
 
     def lost(self, order: pb.RunLoop, error: JGError) -> None:
         """Takes note that the worker of a loop is gone."""
@@ -180,7 +177,7 @@ class Journal:
             error=to_status(error),
             seconds=self.seconds,
         )
-        self._append(frame(loop_report=body, tensors=_NOTHING))
+        self._log.append(frame(loop_report=body, tensors=_NOTHING))
 
     def go_back(self, restored: pb.RunRestored, steps: int, position: str) -> None:
         """Takes note that the run goes on from a checkpoint.
@@ -237,38 +234,28 @@ class Journal:
     def moved(self, homes: pb.RunHomes) -> None:
         """Takes note that parts of the variables lie on other tasks now."""
         body = pb.LoopReport(state="moved", homes=homes, seconds=self.seconds)
-        self._append(frame(loop_report=body, tensors=_NOTHING))
+        self._log.append(frame(loop_report=body, tensors=_NOTHING))
 
     def end(self, state: str, error: JGError | None) -> None:
         """Ends it: "done", "stopped" or "failed"."""
         self._seconds = self.seconds
         self._state, self.error = state, error
         if isinstance(error, FencedError):  # it goes on elsewhere
-            self._tell()
+            self._log.end()
             return
         row = self.row()
         if error is not None:
             row.error.CopyFrom(to_status(error))
         # A standby that has read this does not go on with it.
-        self._append(frame(run_table=pb.RunTable(runs=[row])))
+        self._log.append(frame(run_table=pb.RunTable(runs=[row])))
+        self._log.end()
 
     def end_as(self, row: pb.RunRow) -> None:
         """Ends it as another record says."""
         self._seconds, self._state = row.seconds, row.state
         self.error = from_status(row.error) if row.HasField("error") else None
-        self._append(frame(run_table=pb.RunTable(runs=[row])))
-
-    def _append(self, entry: Frame) -> None:
-        self._entries.append(entry)
-        self._nbytes += _nbytes(entry)
-        while self._nbytes > _MOST_BYTES and len(self._entries) > 1:
-            self._first += 1
-            self._nbytes -= _nbytes(self._entries.popleft())
-        self._tell()
-
-    def _tell(self) -> None:
-        news, self._news = self._news, asyncio.get_running_loop().create_future()
-        news.set_result(None)
+        self._log.append(frame(run_table=pb.RunTable(runs=[row])))
+        self._log.end()
 
     async def reports(
         self, asks: Callable[[int], bool] = lambda number: False
@@ -282,7 +269,7 @@ class Journal:
           TaskLeavingError: this task is told to end, and the run goes on elsewhere.
           JGError: the run failed.
         """
-        async for _, entry in self._each(0):
+        async for _, entry in self._log.follow(0):
             match kind_of(entry):
                 case "loop_report":
                     body = body_of(entry)
@@ -310,7 +297,7 @@ class Journal:
                 f"the journal of run '{self._order.run}' on {self._task} has "
                 f"{self.frames} entries and none after number {after}"
             )
-        async for at, entry in self._each(after):
+        async for at, entry in self._log.follow(after):
             if at > after:
                 raise ConfigError(
                     f"{self._task} does not keep all of run '{self._order.run}' any "
@@ -323,20 +310,7 @@ class Journal:
 
     def leave(self) -> None:
         """Tells those who watch that this task ends."""
-        self._is_left = True
-        self._tell()
-
-    async def _each(self, at: int) -> AsyncIterator[tuple[int, Frame]]:
-        """Yields what is kept from a frame on, each with its number."""
-        while True:
-            news, ends = self.news, self.is_over or self._is_left
-            at = max(at, self._first)
-            while at < self.frames:
-                yield at, self._entries[at - self._first]
-                at = max(at + 1, self._first)
-            if ends:
-                return
-            await news
+        self._log.end()
 
 
 def _account_of(order: pb.OpenRun) -> PrivacyAccount | None:
@@ -356,10 +330,6 @@ def _begun(order: pb.RunLoop) -> pb.LoopReport:
         handle=order.handle,
         seconds=order.began_s,
     )
-
-
-def _nbytes(entry: Frame) -> int:
-    return sum(tensor.nbytes for tensor in entry.tensors)
 
 
 def note_report(order: pb.RunLoop, report: Frame) -> None:
