@@ -78,7 +78,8 @@ def test_steps_go_on_with_other_children_and_no_batch_comes_twice(
     assert len(regrouped(cluster)) == 1
     check_together(there, run)
     there.close()
-    assert not [child for w in cluster.tasks() for child in children_of(cluster.pid(w))]
+    pids = [cluster.pid(task) for task in cluster.tasks()]
+    wait_until(lambda: not any(children_of(pid) for pid in pids))
 
 
 @pytest.mark.row(52)

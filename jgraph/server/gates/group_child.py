@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import Any, Final, final
 
 MODULE: Final = "jgraph.runtime.group_child"
-_END_S: Final = 5.0
 
 
 @final
@@ -46,10 +45,9 @@ class GroupChild:
             text=True,
         )
         self._say(json.dumps({**setup, "parent": os.getpid()}))
-        self._reader = threading.Thread(
+        threading.Thread(
             target=self._read, name="jgraph-group-child", daemon=True
-        )
-        self._reader.start()
+        ).start()
 
     @property
     def pid(self) -> int:
@@ -61,10 +59,14 @@ class GroupChild:
         self._say(f"sum {version}")
 
     def end(self) -> None:
-        """Ends it, however it stands; nothing more is told."""
+        """Ends it, however it stands; nothing more is told.
+
+        Who ends it does not wait: its memory, and on a GPU its driver, may take seconds
+        to be given back, in which the event loop has others to serve. What it has
+        begun to write it may still write.
+        """
         self._is_ended = True
         self._process.kill()
-        self._reader.join(_END_S)
         if self._process.stdin is not None:
             with suppress(OSError):  # what was not read
                 self._process.stdin.close()

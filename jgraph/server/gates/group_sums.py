@@ -338,7 +338,8 @@ class GroupSums:
         self._came[version][src] = np.asarray(tensors[0])
         if len(self._came[version]) == len(self._members):
             came = self._came.pop(version)
-            self._mean[:] = mean([came[one] for one in self._members])
+            # Not where a child that was ended a moment ago may still write.
+            self._mean = mean([came[one] for one in self._members])
             self._take(member.MessagesSummed(version))
 
     # ------------------------------------------------------------ sending

@@ -31,6 +31,7 @@ from jgraph.server.gates.sync_gate import SyncGateShell
 from jgraph.server.task_context import TaskContext
 from jgraph.testing.in_process_transport import InProcessNetwork
 from tests.support.collective_children import children_of
+from tests.support.waiting import wait_until
 
 ONE, TWO = (TaskName(f"/job:worker/task:{n}") for n in range(2))
 HERE = {ONE: "127.0.0.1:1", TWO: "127.0.0.1:2"}
@@ -163,7 +164,7 @@ def test_only_who_leads_begins_children_and_a_gate_that_ends_ends_its_own() -> N
         child = sums_of(opened).child
         assert [one.pid for one in children_of(os.getpid())] == [child]
         there.drop_all()
-        assert not children_of(os.getpid())
+        wait_until(lambda: not children_of(os.getpid()))
         assert told.news == [(ONE, "opened")]
 
     in_a_loop(act)
