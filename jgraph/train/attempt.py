@@ -38,6 +38,7 @@ from jgraph.train.state.remote_arrays import RunSnapshot
 from jgraph.train.state.runner import Chunk, Order, Position, Runner, position_in
 from jgraph.train.strategies.strategies import (
     batches_per_update,
+    check_round,
     dealt,
     examples_of,
     open_data,
@@ -162,6 +163,7 @@ class Attempts:
                 "the workers read"
             )
         self._batch_size = examples_of(config.strategy, dataset, request.batch_size)
+        check_round(config.strategy, dataset, request.batch_size)
 
     def _steps(self, dataset: Dataset) -> int:
         """Returns the updates of the run; an epoch is as many as have all batches."""

@@ -9,6 +9,7 @@ import numpy as np
 from jgraph.client.connection import Connection
 from jgraph.cluster.deadlines import COMPILE_S
 from jgraph.coordination.data.slots import Part, Shuffle
+from jgraph.errors import DataError, SourceError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -34,16 +35,22 @@ def open_source_on(cluster: Connection, task: TaskName, source: str) -> SourceFa
       source: JSON of what to open.
 
     Raises:
-      SourceError: the task cannot open it.
+      SourceError: the task, which it names, cannot open it.
+      DataError: there are no examples there.
       ForbiddenSourceError: it may not.
     """
     order = pb.OpenSource(name=source, source=source)
-    reply = cluster.call(
-        "OpenSource",
-        frame(open_source=order),
-        timeout_s=COMPILE_S,  # an index of many files may take minutes
-        to=cluster.spec.address(task),
-    )
+    try:
+        reply = cluster.call(
+            "OpenSource",
+            frame(open_source=order),
+            timeout_s=COMPILE_S,  # an index of many files may take minutes
+            to=cluster.spec.address(task),
+        )
+    except (SourceError, DataError) as error:
+        # Each opens the same path, and what lies there may be another on each host.
+        where = f"on {task}: {error.message}"
+        raise type(error)(where, **{**error.details, "task": task}) from error
     body = body_of(reply)
     return SourceFacts(
         {

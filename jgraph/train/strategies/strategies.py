@@ -7,8 +7,9 @@ from typing import TypeAlias
 
 from jgraph.client.cluster import Cluster
 from jgraph.clock import Clock
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, DataError
 from jgraph.plan.placement.spread import spread
+from jgraph.runtime.data.batches import check_batch_size
 from jgraph.train.data.clients import open_clients
 from jgraph.train.data.data import Data, Dataset
 from jgraph.train.data.forms import BATCH_SIZE
@@ -151,6 +152,33 @@ def examples_of(strategy: Strategy, dataset: Dataset, request: int | None) -> in
             "as it is read; give arrays, or a jg.Source that the workers read"
         )
     return size * strategy.sync_every // strategy.fragments
+
+
+def check_round(strategy: Strategy, dataset: Dataset, request: int | None) -> None:
+    """Refuses rounds of ``LocalSGD`` that take more than there is.
+
+    Args:
+      strategy: how it trains.
+      dataset: what on.
+      request: as for ``examples_of``.
+
+    Raises:
+      DataError: not even one worker has the examples for one; says what to write.
+    """
+    if not isinstance(strategy, LocalSGD):
+        return
+    size, count = dataset.batch_size(request), len(dataset)
+    check_batch_size(size, count)
+    steps, most = strategy.sync_every // strategy.fragments, count // size
+    if steps > most:
+        raise DataError(
+            f"with LocalSGD(sync_every={strategy.sync_every}) a worker takes {steps} "
+            f"batches of {size} from one exchange to the next, and the data has "
+            f"{count} example{'s' * (count > 1)}, which are {most}; write "
+            f"sync_every={most * strategy.fragments} or less, or a smaller batch_size",
+            batch_size=size,
+            examples=count,
+        )
 
 
 def gradient_dtype_of(strategy: Strategy) -> GradientDtype | None:

@@ -77,7 +77,7 @@ def test_source_that_cannot_be_used_is_refused_before_anything_changes(
 ) -> None:
     with pytest.raises(ForbiddenSourceError, match="may not call"):
         fit(Source.grain(f"{FUNCTIONS}:ragged"), cluster)
-    with pytest.raises(SourceError, match=r"there is no file .*none\.npz"):
+    with pytest.raises(SourceError, match=r"task:0: there is no file .*none\.npz"):
         fit(Source.npz(str(tmp_path / "none.npz")), cluster)
     source = Source.grain(f"{FUNCTIONS}:squares", count=1)
     with pytest.raises(DataError, match="only 1 example;"):

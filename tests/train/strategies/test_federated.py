@@ -14,7 +14,7 @@ from flax import nnx
 from jgraph.client.cluster import Cluster, connect
 from jgraph.coordination.data.slots import epoch_order
 from jgraph.coordination.run.privacy_account import Spent
-from jgraph.errors import ConfigError, DataError, DeadlineError
+from jgraph.errors import ConfigError, DataError, DeadlineError, SourceError
 from jgraph.graph.ir import TaskName
 from jgraph.train.data.source import Source
 from jgraph.train.privacy.accounting import epsilon_of
@@ -197,6 +197,12 @@ def test_what_cannot_be_is_refused_in_words(
         fit(there, source, batch_size=10)
     np.savez(tmp_path / "1.npz", x=np.zeros((5, 3), np.float32), y=np.zeros(5))
     with pytest.raises(DataError, match="all clients need fields of the same names"):
+        fit(there, source)
+    np.savez(tmp_path / "1.npz", x=np.zeros((0, 3), np.float32), y=np.zeros(0))
+    with pytest.raises(DataError, match="on /job:worker/task:1: data field 'x' has no"):
+        fit(there, source)
+    (tmp_path / "1.npz").unlink()
+    with pytest.raises(SourceError, match="on /job:worker/task:1: there is no file"):
         fit(there, source)
     there.close()
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jgraph.client.cluster import Cluster
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, DataError
 from jgraph.train.strategies.local_sgd import LocalSGD
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.strategies.sync_runner import SyncPS
@@ -240,6 +240,16 @@ def test_what_cannot_be_is_refused_in_words(cluster: Cluster) -> None:
         LocalSGD(outer=wrong)
     with pytest.raises(ConfigError, match="dense is 'sgd'"):
         LocalSGD(dense=wrong)
+    few = jax.tree.map(lambda a: a[: 7 * BATCH], data())
+    for options, words in [
+        ({"sync_every": 500}, "takes 500 batches of .* write sync_every=7 or less"),
+        ({"sync_every": 60, "fragments": 3}, "takes 20 .* write sync_every=21 or less"),
+    ]:
+        there = trainer(cluster, LocalSGD(**options), optax.sgd(0.1))
+        with pytest.raises(DataError, match=words):
+            there.fit(few, steps=1, batch_size=BATCH)
+        with pytest.raises(DataError, match=f"batch_size is {9 * BATCH}, but the"):
+            there.fit(few, steps=1, batch_size=9 * BATCH)
     batches = (data() for _ in range(9))
     there = trainer(cluster, LocalSGD(sync_every=EVERY), optax.sgd(0.1))
     with pytest.raises(ConfigError, match="deals out the batches of a round together"):
