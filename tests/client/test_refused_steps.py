@@ -118,3 +118,31 @@ def test_write_that_ids_are_made_from_comes_before_their_check(
     with pytest.raises(RowIdError):
         session.run(jg.function(step))
     assert session.read([table])["table"].ravel().tolist() == [0, 1, 1]
+
+
+def test_what_a_worker_makes_and_a_ps_writes_waits_where_it_is_made(
+    session: Session,
+) -> None:
+    """The ps is sent nothing but what it writes."""
+    seen = jg.Variable("seen", jnp.zeros((), jnp.int32), device="/job:ps/task:0")
+    table = jg.Variable("table", jnp.zeros((3, 1)), device="/job:ps/task:1")
+
+    def step(ids: Any, number: Any) -> Any:
+        with jg.device("/job:worker/task:0"):
+            unique, _ = unique_rows(ids, rows=3)
+            made = number + 1
+        table[unique] = table[unique] + 1
+        seen[...] = made
+
+    session.initialize([seen, table])
+    function = jg.function(step)
+    ids = np.array([0, 2], np.int32)
+    for number in (4, 5):
+        session.run(function, ids, np.int32(number))
+    with pytest.raises(RowIdError):
+        session.run(function, np.array([0, 3], np.int32), np.int32(9))
+    found = session.read([seen, table])
+    assert (found["seen"], found["table"].ravel().tolist()) == (6, [2, 0, 2])
+    edges = session.plan(function, ids, np.int32(4)).edges
+    sent = [[v.shape for v in e.values] for e in edges if e.dst == "/job:ps/task:0"]
+    assert sent == [[()]]

@@ -1,7 +1,8 @@
 """Order of id checks and writes: a refused step writes nothing.
 
 Routing refuses ids that name no row. Most writes follow from the rows, so they come
-later anyway; a counter, say, does not, and may be on another task.
+later anyway; a counter, say, does not, and may be on another task. What it writes may
+still be computed where the check is: then that waits, and nothing is sent for it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,40 +21,46 @@ def awaited_checks(
     task: Mapping[int, TaskName],
     after: Mapping[int, Iterable[int]],
     taken: Taken,
+    can_wait: Callable[[int], bool],
 ) -> dict[int, list[Var]]:
     """Returns, per write, a value of each check that it does not follow from yet.
 
-    A write that ids of this step are made from comes before their check.
+    Or per op that makes what is written. A write that ids of this step are made from
+    comes before their check.
 
     Args:
       flow: the graph.
       task: of each op.
       after: per op, those that follow it.
       taken: what an op takes from others.
+      can_wait: whether an op that writes nothing waits for what it does not take.
     """
     checks = [i for i in after if _refuses(flow.ops[i])]
     if not checks:
         return {}
     followers = {check: _reached([check], after) for check in checks}
-    before: dict[int, list[int]] = {i: [] for i in after}
-    for first, later in after.items():
-        for then in later:
-            before[then].append(first)
-    earlier = _reached(checks, before)
+    earlier = _reached(checks, _reversed(after))
     here: dict[TaskName, set[Var]] = {}
     for index in after:
         here.setdefault(task[index], set()).update(taken(index))
     awaited: dict[int, list[Var]] = {}
     for index in after:
-        op = flow.ops[index]
-        made_early = {flow.producer.get(v) for v in taken(index)} & earlier
-        if not op.writes or index in earlier or made_early:
+        made_by = {flow.producer.get(v, -1) for v in taken(index)}
+        if not flow.ops[index].writes or index in earlier or made_by & earlier:
             continue
         for check in checks:
-            if index not in followers[check]:
-                value = _least(flow, check, here.get(task[index], set()))
-                here[task[index]].add(value)
-                awaited.setdefault(index, []).append(value)
+            if index in followers[check]:
+                continue
+            waits = index
+            if task[index] != task[check]:
+                # One is enough: the write takes what each of them makes.
+                beside = [m for m in made_by & after.keys() if task[m] == task[check]]
+                waits = min(filter(can_wait, beside), default=index)
+            value = _least(flow, check, here.get(task[waits], set()))
+            here[task[waits]].add(value)
+            values = awaited.setdefault(waits, [])
+            if value not in values:
+                values.append(value)
     return awaited
 
 
@@ -64,6 +71,14 @@ def _refuses(op: Op) -> bool:
     # Every key may have a row, but not every number of them.
     may_be_wrong = not params["drop"] and params["layout"].kind != "hash"
     return bool(may_be_wrong or params["most"])
+
+
+def _reversed(after: Mapping[int, Iterable[int]]) -> dict[int, list[int]]:
+    before: dict[int, list[int]] = {i: [] for i in after}
+    for first, later in after.items():
+        for then in later:
+            before[then].append(first)
+    return before
 
 
 def _reached(start: Iterable[int], after: Mapping[int, Iterable[int]]) -> set[int]:

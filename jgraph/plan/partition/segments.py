@@ -307,7 +307,10 @@ class _Links:
 
     def _order_checks(self) -> None:
         after = self._with_updates()
-        self.awaited = awaited_checks(self.flow, self.task, after, self.inputs)
+        self.awaited = awaited_checks(
+            *(self.flow, self.task, after, self.inputs),
+            lambda index: self.kind(index) in {"segment", "alone"},
+        )
         for index, values in self.awaited.items():
             for value in values:
                 self._link(self.flow.producer[value], index)

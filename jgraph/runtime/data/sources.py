@@ -157,6 +157,12 @@ def _npz(path: str, wide: bool) -> dict[str, Array]:
 
 def _files(pattern: str) -> list[Path]:
     found = sorted(glob.glob(str(Path(pattern).expanduser())))
+    if not found and "{task}" in pattern:
+        raise SourceError(
+            f"there is no file {pattern} in this process, which is no worker, and "
+            "{task} stands for the number of one; name the file of one worker, or give "
+            "arrays"
+        )
     if not found:
         raise SourceError(
             f"there is no file {pattern} where the data is read; give a path or a "

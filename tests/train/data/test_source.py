@@ -79,6 +79,10 @@ def test_source_that_cannot_be_used_is_refused_before_anything_changes(
         fit(Source.grain(f"{FUNCTIONS}:ragged"), cluster)
     with pytest.raises(SourceError, match=r"task:0: there is no file .*none\.npz"):
         fit(Source.npz(str(tmp_path / "none.npz")), cluster)
+    with pytest.raises(
+        SourceError, match=r"no worker, and \{task\} stands for the num"
+    ):
+        Source.npz(str(tmp_path / "{task}.npz")).open(None)
     source = Source.grain(f"{FUNCTIONS}:squares", count=1)
     with pytest.raises(DataError, match="only 1 example;"):
         fit(source, cluster)

@@ -241,11 +241,11 @@ def test_what_cannot_be_is_refused_in_words(cluster: Cluster) -> None:
     with pytest.raises(ConfigError, match="dense is 'sgd'"):
         LocalSGD(dense=wrong)
     few = jax.tree.map(lambda a: a[: 7 * BATCH], data())
-    for options, words in [
-        ({"sync_every": 500}, "takes 500 batches of .* write sync_every=7 or less"),
-        ({"sync_every": 60, "fragments": 3}, "takes 20 .* write sync_every=21 or less"),
+    for strategy, words in [
+        (LocalSGD(500), "takes 500 batches of .* write sync_every=7 or less"),
+        (LocalSGD(60, fragments=3), "takes 20 .* write sync_every=21 or less"),
     ]:
-        there = trainer(cluster, LocalSGD(**options), optax.sgd(0.1))
+        there = trainer(cluster, strategy, optax.sgd(0.1))
         with pytest.raises(DataError, match=words):
             there.fit(few, steps=1, batch_size=BATCH)
         with pytest.raises(DataError, match=f"batch_size is {9 * BATCH}, but the"):
