@@ -114,7 +114,9 @@ def serve(
 ) -> None:
     """Serve exported models over REST and gRPC; new versions are taken as they come."""
     from jgraph.errors import ConfigError
-    from jgraph.server.process_setup import set_up_process
+    from jgraph.server.process_setup import set_up_process, wait_where_asked
+
+    wait_where_asked()  # before gRPC is loaded
     from jgraph.serving.model_server import ModelServer
 
     if (tls_cert is None) != (tls_key is None):

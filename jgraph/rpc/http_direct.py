@@ -7,13 +7,14 @@ Windows, and so no such module.
 
 import asyncio
 from collections.abc import Mapping
+from functools import cache
 from http import HTTPStatus
 from typing import Final, final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jgraph.errors import HttpRequestError
-from jgraph.rpc.http_port import HEAD_BYTES, Direct, DirectAnswer, HttpBounds
+from jgraph.rpc.http_port import HEAD_BYTES, Direct, DirectBody, HttpBounds
 
 BODY_BYTES: Final = 64 << 10
 """Of a request that is answered directly, at most."""
@@ -26,11 +27,13 @@ class FastProtocol(HttpBounds, HttpToolsProtocol):
     _is_in_head = False
     _body: bytearray | None = None
     """Of a request that may be answered directly, as far as it is here."""
+    _head: tuple[bytes, list[tuple[bytes, bytes]]] | None = None
+    """Path and headers of the last request, but for its length."""
+    _answer: DirectBody | None = None
+    """What answers requests with this head."""
 
-    def answer(
-        self, path: str, headers: Mapping[str, str], body: bytes
-    ) -> DirectAnswer | None:
-        """Returns the answer to a POST that is here; None: the application has it."""
+    def answering(self, path: str, headers: Mapping[str, str]) -> DirectBody | None:
+        """Returns what answers a POST with such a head; None: the application does."""
         return None
 
     def on_message_begin(self) -> None:
@@ -100,11 +103,15 @@ class FastProtocol(HttpBounds, HttpToolsProtocol):
         return len(lengths) == 1 and 0 < _number(lengths[0]) <= BODY_BYTES
 
     def _is_answered(self, body: bytes) -> bool:
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1")
-            for name, value in reversed(self.headers)  # the first of a name counts
-        }
-        answer = self.answer(self.url.decode("latin-1"), headers, body)
+        pairs = [one for one in self.headers if one[0] != b"content-length"]
+        if (head := (self.url, pairs)) != self._head:  # callers repeat themselves
+            headers = {
+                name.decode("latin-1"): value.decode("latin-1")
+                for name, value in reversed(pairs)  # the first of a name counts
+            }
+            self._answer = self.answering(self.url.decode("latin-1"), headers)
+            self._head = head
+        answer = self._answer and self._answer(body)
         if answer is None:
             return False
         self._write(*answer)
@@ -113,7 +120,7 @@ class FastProtocol(HttpBounds, HttpToolsProtocol):
         return True
 
     def _write(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
+        lines = [_first_line(status)]
         for name, value in self.server_state.default_headers:
             lines.append(f"{name.decode('latin-1')}: {value.decode('latin-1')}")
         lines += [f"{name}: {value}" for name, value in headers.items()]
@@ -128,17 +135,20 @@ class FastProtocol(HttpBounds, HttpToolsProtocol):
             self.transport.close()
 
 
-def direct_protocol(answers: Direct) -> type[asyncio.Protocol]:
+@cache
+def _first_line(status: int) -> str:
+    return f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"
+
+
+def direct_protocol(direct: Direct) -> type[asyncio.Protocol]:
     """Returns a protocol that asks this first, once a small request is here."""
 
     @final
     class DirectProtocol(FastProtocol):
         """One that has it."""
 
-        def answer(
-            self, path: str, headers: Mapping[str, str], body: bytes
-        ) -> DirectAnswer | None:
-            return answers(path, headers, body)
+        def answering(self, path: str, headers: Mapping[str, str]) -> DirectBody | None:
+            return direct(path, headers)
 
     return DirectProtocol
 

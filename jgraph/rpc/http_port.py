@@ -19,8 +19,10 @@ HEAD_S: Final = 10.0
 HEAD_BYTES: Final = 64 << 10
 DirectAnswer: TypeAlias = tuple[int, Mapping[str, str], bytes]
 """Status, headers and body."""
-Direct: TypeAlias = Callable[[str, Mapping[str, str], bytes], DirectAnswer | None]
-"""Answers a POST by its path, headers and body; None leaves it to the application."""
+DirectBody: TypeAlias = Callable[[bytes], DirectAnswer | None]
+"""Answers a POST by its body; None leaves it to the application."""
+Direct: TypeAlias = Callable[[str, Mapping[str, str]], DirectBody | None]
+"""Finds by path and headers what answers a POST, also the next one with the same."""
 
 
 class HttpBounds(asyncio.Protocol):

@@ -1,10 +1,12 @@
-"""Process setup of a dedicated server: allocator, JAX dispatch, compiler warm-up."""
+"""Process setup of a dedicated server: allocator, sockets, JAX dispatch, compiler."""
 
 import ctypes
 import gc
 import logging
 import os
+import re
 import threading
+from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 import jax
@@ -23,6 +25,11 @@ _TRIM_THRESHOLD: Final = -1
 _MMAP_MAX: Final = -4
 _ARENA_MAX: Final = -8
 _NEVER: Final = 2**31 - 1
+
+EXPERIMENTS: Final = "GRPC_EXPERIMENTS"
+"""A variable of gRPC; says which of its newer parts a process uses."""
+_NEWEST_GRPC: Final = (1, 85)
+"""Version of grpcio that is known to have the other way still."""
 
 _KEPT: Final = threading.Event()
 """Set once this process keeps what it frees."""
@@ -84,6 +91,30 @@ def set_up_process() -> None:
     """
     keep_memory()
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def wait_where_asked() -> bool:
+    """Has the thread that waits for requests read their sockets itself.
+
+    Otherwise threads of gRPC's event engine read, and each request goes through two of
+    them on its way: a sixth of the CPU of a small one. Before gRPC is loaded, and for
+    processes of ours only. What somebody has set is left alone.
+
+    Returns:
+      Whether it holds.
+    """
+    if EXPERIMENTS in os.environ or not _has_other_way():
+        return False
+    os.environ[EXPERIMENTS] = "-event_engine_listener"
+    return True
+
+
+def _has_other_way() -> bool:
+    try:
+        found = re.match(r"(\d+)\.(\d+)", version("grpcio"))
+    except PackageNotFoundError:
+        return False
+    return found is not None and (int(found[1]), int(found[2])) <= _NEWEST_GRPC
 
 
 def load_compiler() -> None:

@@ -208,9 +208,17 @@ def write_version(
 
 
 def _renamed(draft: Path, model: Path, version: int | None) -> int:
-    """Gives a version its number; of two that want the same, one gets the next."""
+    """Gives a version its number; of two that want the same, one gets the next.
+
+    What has a number for a name and is no version, as a file, is passed over.
+    """
+    number = version or max(versions_in(model), default=0) + 1
     while True:
-        number = version or max(versions_in(model), default=0) + 1
+        if number > MAX_VERSION:
+            raise ArtifactError(
+                f"{model} has a version {MAX_VERSION} already, the last number that "
+                "there is; give version= a number that is free"
+            )
         try:
             if (model / str(number)).exists():
                 raise FileExistsError(errno.EEXIST, "it exists")
@@ -223,6 +231,7 @@ def _renamed(draft: Path, model: Path, version: int | None) -> int:
                     f"{model / str(number)} exists, and versions never change; leave "
                     "version= away to write the next one"
                 ) from error
+            number = max([number, *versions_in(model)]) + 1
         else:
             return number
 

@@ -40,7 +40,7 @@ from jgraph.errors import (
 )
 from jgraph.serving.answering import Answered, Function
 from jgraph.serving.exported_model import LoadedFunction
-from jgraph.serving.signature import Array
+from jgraph.serving.signature import Array, is_finite
 from jgraph.serving.statistics import Statistics
 
 SHORT_S: Final = 0.002
@@ -150,14 +150,13 @@ class FunctionQueue:
         if rows == 0:
             signature = self._function.signature
             return Answered([spec.empty() for spec in signature.outputs])
+        function = self._function
+        if not (self._takes_no_time(rows) and isinstance(function, LoadedFunction)):
+            return None
         now = self._clock.now()
-        if (
-            self._takes_no_time(rows)
-            and isinstance(self._function, LoadedFunction)
-            and self._machine.runs_at_once(rows, deadline, now)
-        ):
-            return self._computed(self._function, inputs, rows, now)
-        return None
+        if not self._machine.runs_at_once(rows, deadline, now):
+            return None
+        return self._computed(function, inputs, rows, now)
 
     @property
     def is_quick(self) -> bool:
@@ -237,7 +236,7 @@ class FunctionQueue:
           NonFiniteError: the model's options say so.
         """
         for spec, value in zip(self._function.signature.outputs, outputs, strict=True):
-            if spec.is_float and not np.isfinite(value).all():
+            if spec.is_float and not is_finite(value):
                 self._statistics.nonfinite += 1
                 if self._refuses_nonfinite:
                     raise NonFiniteError(

@@ -147,7 +147,7 @@ class Models:
         """
         one = version.loaded.function(signature).signature
         inputs, rows = one.ordered(values)
-        deadline = self.clock.now() + min(timeout_s or version.timeout_s, _LONGEST_S)
+        deadline = self.deadline(version, timeout_s)
         queue = version.queues[signature or version.loaded.default]
         return Asked(
             version,
@@ -159,6 +159,10 @@ class Models:
             rows,
             deadline,
         )
+
+    def deadline(self, version: ServedVersion, timeout_s: float | None) -> float:
+        """Returns until when an answer is of use, by its caller or its model."""
+        return self.clock.now() + min(timeout_s or version.timeout_s, _LONGEST_S)
 
     def at_once(self, asked: Asked) -> Answer | None:
         """Returns the answer to a request that need not wait; None to one that must.

@@ -1,12 +1,15 @@
 """Open Inference Protocol over gRPC, with Triton's repository calls and stream."""
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, TypeAlias, final
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from jgraph import __version__
 from jgraph.errors import ModelInputError
@@ -15,6 +18,7 @@ from jgraph.serving._pb import inference_pb2 as pb
 from jgraph.serving.inference import (
     EXTENSIONS,
     Answer,
+    Asked,
     Models,
     asked_timeout,
     checked_size,
@@ -24,12 +28,17 @@ from jgraph.serving.inference import (
     signature_of,
 )
 from jgraph.serving.refusals import Refusal, check_token
-from jgraph.serving.served_model import model_row
+from jgraph.serving.served_model import ServedVersion, model_row
 from jgraph.serving.signature import Array, Signature, TensorSpec
 
 SERVICE: Final = "inference.GRPCInferenceService"
 MAX_STREAMED: Final = 256
 """Requests of one stream under way."""
+FORM_BYTES: Final = 64 << 10
+"""Of a request whose form is remembered; to read a larger one is a small part of it."""
+FORMS: Final = 64
+"""Numbers of bytes of which forms are remembered."""
+FORMS_OF_A_SIZE: Final = 4
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _CONTENTS: Final = {
     "BOOL": "bool_contents",
@@ -56,6 +65,7 @@ class InferenceService:
         self._models = models
         self._token = token
         self._allow_control = allow_control
+        self._forms = _Forms()
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """Returns what a gRPC server takes."""
@@ -65,7 +75,6 @@ class InferenceService:
             "ModelReady": (self._model_ready, pb.ModelReadyRequest),
             "ServerMetadata": (self._metadata, pb.ServerMetadataRequest),
             "ModelMetadata": (self._model_metadata, pb.ModelMetadataRequest),
-            "ModelInfer": (self._infer, pb.ModelInferRequest),
             "ModelStatistics": (self._statistics, pb.ModelStatisticsRequest),
             "RepositoryIndex": (self._index, pb.RepositoryIndexRequest),
             "RepositoryModelLoad": (self._load, pb.RepositoryModelLoadRequest),
@@ -83,6 +92,7 @@ class InferenceService:
             )
             for name, (method, request) in unary.items()
         }
+        methods["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self._infer)
         methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
             self._stream,
             request_deserializer=pb.ModelInferRequest.FromString,
@@ -102,10 +112,7 @@ class InferenceService:
                 return await method(request, context)
             except Exception as error:  # noqa: BLE001  # all have an answer
                 refusal = Refusal(error)
-            trailing: tuple[tuple[str, str], ...] = ()
-            if refusal.retry_after_s is not None:
-                trailing = (("retry-after", str(refusal.retry_after_s)),)
-            return await context.abort(refusal.grpc_code, refusal.text, trailing)
+            return await _refuse(context, refusal)
 
         return call
 
@@ -137,8 +144,26 @@ class InferenceService:
         found = self._models.metadata(request.name, request.version)
         return pb.ModelMetadataResponse(**found)
 
-    async def _infer(self, request: pb.ModelInferRequest, context: Context) -> bytes:
-        return await self._answered(request, context.time_remaining())
+    async def _infer(self, data: bytes, context: Context) -> bytes:
+        """Answers; what is done for each request is done here, without more calls."""
+        try:
+            self._check_token(context)
+            models, form = self._models, self._forms.of(data)
+            if form is None:
+                request = _parsed(data)
+                answer = await self._answered(request, context.time_remaining())
+                self._forms.learn(data, request)
+                return answer
+            with models.model(form.model).routed(form.version) as version:
+                reading = form.reading(version)
+                left_s = context.time_remaining()
+                asked = reading.asked(version, data, models.deadline(version, left_s))
+                found = models.at_once(asked) or await models.answer(asked)
+                return reading.response(found)
+        except Exception as error:  # noqa: BLE001  # all have an answer
+            refusal = Refusal(error)
+        await _refuse(context, refusal)
+        return b""
 
     async def _answered(
         self, request: pb.ModelInferRequest, left_s: float | None
@@ -232,6 +257,196 @@ class InferenceService:
         return pb.RepositoryModelUnloadResponse()
 
 
+async def _refuse(context: Context, refusal: Refusal) -> None:
+    trailing: tuple[tuple[str, str], ...] = ()
+    if refusal.retry_after_s is not None:
+        trailing = (("retry-after", str(refusal.retry_after_s)),)
+    await context.abort(refusal.grpc_code, refusal.text, trailing)
+
+
+def _parsed(data: bytes) -> pb.ModelInferRequest:
+    try:
+        return pb.ModelInferRequest.FromString(data)
+    except DecodeError as error:
+        raise ModelInputError(
+            f"the {len(data):,} bytes are no ModelInferRequest of the Open Inference "
+            "Protocol; send one"
+        ) from error
+
+
+@final
+@dataclass(slots=True)
+class _Reading:
+    """How a version reads requests of a form, and what its responses have in common.
+
+    Attributes:
+      version: whose it is; it may go meanwhile.
+      request: the first one of the form.
+      slices: where the bytes of each input are, in the order of the function.
+      specs: what the signature says of them.
+      shapes: theirs.
+      outputs: positions of those that are wanted.
+      rows: of the request.
+      heads: what stands before the bytes of each output, once there was an answer.
+    """
+
+    version: "weakref.ref[ServedVersion]"
+    request: pb.ModelInferRequest
+    slices: list[slice]
+    specs: list[TensorSpec]
+    shapes: list[tuple[int, ...]]
+    outputs: list[int]
+    rows: int
+    heads: list[bytes] = field(default_factory=list)
+
+    def asked(self, version: ServedVersion, data: bytes, deadline: float) -> Asked:
+        """Returns a request of the form, whose types were checked with the first."""
+        inputs: list[Array] = [
+            np.frombuffer(data[place], spec.np_dtype).reshape(shape)
+            for place, spec, shape in zip(
+                self.slices, self.specs, self.shapes, strict=True
+            )
+        ]
+        values = {spec.name: one for spec, one in zip(self.specs, inputs, strict=True)}
+        queue = version.queues[version.loaded.default]
+        rows, outputs = self.rows, self.outputs
+        return Asked(version, "", values, outputs, queue, inputs, rows, deadline)
+
+    def response(self, answer: Answer) -> bytes:
+        """Returns a response as it is sent, as ``_response`` would."""
+        if answer.facts:
+            return _response(self.request, answer)
+        if not self.heads:
+            self.heads = _heads(self.request, answer)
+        raw = [value.tobytes() for _, value in answer.outputs]
+        if len(raw) == 1:
+            return self.heads[0] + raw[0]
+        parts = zip(self.heads, raw, strict=True)
+        return b"".join([part for pair in parts for part in pair])
+
+
+@final
+@dataclass(slots=True)
+class _Form:
+    """Requests that are the same but for the bytes of their tensors.
+
+    Attributes:
+      request: the first one.
+      model: what it asks.
+      version: which version of it.
+      fixed: its bytes before each tensor, from the end of the one before.
+      places: where each tensor begins and ends.
+      readings: of versions, by number.
+    """
+
+    request: pb.ModelInferRequest
+    model: str
+    version: str
+    fixed: list[bytes]
+    places: list[tuple[int, int]]
+    readings: dict[int, _Reading] = field(default_factory=dict)
+
+    def fits(self, data: bytes) -> bool:
+        """Whether a request of as many bytes is of this form."""
+        at = 0
+        for fixed, (begin, end) in zip(self.fixed, self.places, strict=True):
+            if not data.startswith(fixed, at, begin):
+                return False
+            at = end
+        return True
+
+    def reading(self, version: ServedVersion) -> _Reading:
+        """Returns how a version reads such requests.
+
+        Raises:
+          ModelInputError: it takes none; says why.
+        """
+        found = self.readings.get(version.number)
+        if found is None or found.version() is not version:
+            if len(self.readings) >= FORMS:
+                self.readings.clear()
+            found = self.readings[version.number] = self._read(version)
+        return found
+
+    def _read(self, version: ServedVersion) -> _Reading:
+        signature = signature_of(version, "")
+        values = inputs_of(self.request, signature)
+        inputs, rows = signature.ordered(values)
+        order = [list(values).index(spec.name) for spec in signature.inputs]
+        return _Reading(
+            weakref.ref(version),
+            self.request,
+            [slice(*self.places[n]) for n in order],
+            list(signature.inputs),
+            [one.shape for one in inputs],
+            signature.chosen([one.name for one in self.request.outputs]),
+            rows,
+        )
+
+
+@final
+class _Forms:
+    """Forms of requests that came, by their number of bytes.
+
+    Most callers send the same again and again, with other numbers in it. Where these
+    are is found out once, and the rest of such a request is compared, not read.
+    """
+
+    def __init__(self) -> None:
+        self._by_size: dict[int, list[_Form]] = {}
+
+    def of(self, data: bytes) -> _Form | None:
+        """Returns the form of a request; None: it is none that is known."""
+        for form in self._by_size.get(len(data), ()):
+            if form.fits(data):
+                return form
+        return None
+
+    def learn(self, data: bytes, request: pb.ModelInferRequest) -> None:
+        """Remembers the form of a request that was answered, if it can come again.
+
+        Args:
+          data: its bytes.
+          request: what they say.
+        """
+        if len(data) > FORM_BYTES or request.id or request.parameters:
+            return
+        if not request.raw_input_contents or "BOOL" in {
+            one.datatype for one in request.inputs
+        }:
+            return
+        if (form := _form(data, request)) is None:
+            return
+        alike = self._by_size.setdefault(len(data), [])
+        alike.append(form)
+        if len(alike) > FORMS_OF_A_SIZE:
+            del alike[0]
+        if len(self._by_size) > FORMS:
+            del self._by_size[next(iter(self._by_size))]
+
+
+def _form(data: bytes, request: pb.ModelInferRequest) -> _Form | None:
+    """Returns the form of a request; None: its bytes are in another order than ours."""
+    bare = pb.ModelInferRequest()
+    bare.CopyFrom(request)
+    bare.ClearField("raw_input_contents")
+    before, at = bare.SerializeToString(), 0
+    fixed: list[bytes] = []
+    places: list[tuple[int, int]] = []
+    for raw in request.raw_input_contents:
+        one = pb.ModelInferRequest(raw_input_contents=[raw]).SerializeToString()
+        fixed.append(before + one[: len(one) - len(raw)])
+        if not data.startswith(fixed[-1] + raw, at):
+            return None
+        begin = at + len(fixed[-1])
+        at = begin + len(raw)
+        places.append((begin, at))
+        before = b""
+    if at != len(data):
+        return None
+    return _Form(request, request.model_name, request.model_version, fixed, places)
+
+
 def parameters_of(values: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
     """Returns the parameters that have a value."""
     return {
@@ -295,14 +510,29 @@ def _response(request: pb.ModelInferRequest, answer: Answer) -> bytes:
     fields = [_CONTENTS.get(spec.datatype) for spec, _ in answer.outputs]
     if not request.raw_input_contents and None not in fields:  # never both
         return _with_contents(request, answer)
-    outputs = tuple((spec, value.shape) for spec, value in answer.outputs)
-    head = _head(request.model_name, answer.version, outputs)
+    head = _head_of(request, answer)
     raw = pb.ModelInferResponse(
         raw_output_contents=[value.tobytes() for _, value in answer.outputs]
     )
     if request.id or answer.facts:
         raw.MergeFrom(_named(request, answer))
     return head + raw.SerializeToString()
+
+
+def _heads(request: pb.ModelInferRequest, answer: Answer) -> list[bytes]:
+    """Returns what stands before the bytes of each output."""
+    found, before = [], _head_of(request, answer)
+    for _, value in answer.outputs:
+        raw = value.tobytes()
+        one = pb.ModelInferResponse(raw_output_contents=[raw]).SerializeToString()
+        found.append(before + one[: len(one) - len(raw)])
+        before = b""
+    return found
+
+
+def _head_of(request: pb.ModelInferRequest, answer: Answer) -> bytes:
+    outputs = tuple((spec, value.shape) for spec, value in answer.outputs)
+    return _head(request.model_name, answer.version, outputs)
 
 
 @lru_cache(256)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jgraph import __version__
 from jgraph.errors import HttpRequestError, MessageTooLargeError, ModelInputError
-from jgraph.rpc.http_port import DirectAnswer, PlainProtocol
+from jgraph.rpc.http_port import DirectAnswer, DirectBody, PlainProtocol
 from jgraph.rpc.security.token import METADATA_KEY, Token
 from jgraph.serving.inference import (
     EXTENSIONS,
@@ -39,6 +39,7 @@ from jgraph.serving.signature import (
     Signature,
     TensorSpec,
     array_of_numbers,
+    is_finite,
 )
 from jgraph.serving.statistics import Metrics
 
@@ -230,6 +231,8 @@ def parsed(body: bytes, *, allows_nan: bool) -> dict[str, Any]:
     """
     try:
         found = (_LOOSE if allows_nan else _STRICT).decode(body.decode())
+        if b"\\u" in body:  # half of a character has a number, and no bytes
+            json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ModelInputError(f"the body is no JSON object: {error!s:.200}") from error
     if not isinstance(found, dict):
@@ -370,29 +373,42 @@ class InferenceRoutes:
         headers, content = inference.content(name, answer)
         return Response(content, headers=headers)
 
-    def direct(
-        self, path: str, headers: Mapping[str, str], body: bytes
-    ) -> DirectAnswer | None:
-        """Returns the answer to a POST whose body is here, if it need not wait.
+    def direct(self, path: str, headers: Mapping[str, str]) -> DirectBody | None:
+        """Returns what answers a POST whose body is here, if it need not wait.
 
         Whatever else comes takes the way of all requests, by ``routes``.
         """
         found = _DIRECT.fullmatch(path)
-        model = found and self._models.by_name.get(found[1])
-        if not found or model is None or self._models.is_ending:
+        if not found:
             return None
         try:
-            if refused := self._door.refused("POST", path, headers):
-                return _direct(refused)
-            inference: _Inference | None = None
-            version_name = f"{LABEL}{found[3]}" if found[3] else found[2] or ""
-            if model.is_quick:
-                inference = _Inference(body, headers)
-                with model.routed(version_name, inference.key) as version:
-                    asked = inference.asked(self._models, version)
-                    answer = self._models.at_once(asked)
-                if answer is not None:
-                    return 200, *inference.content(found[1], answer)
+            refused = self._door.refused("POST", path, headers)
+        except Exception as error:  # noqa: BLE001  # all have an answer
+            refused = refusal(error)
+        version = f"{LABEL}{found[3]}" if found[3] else found[2] or ""
+        answer = None if refused is None else _direct(refused)
+        return functools.partial(self._directly, found[1], version, headers, answer)
+
+    def _directly(
+        self,
+        name: str,
+        version_name: str,
+        headers: Mapping[str, str],
+        refused: DirectAnswer | None,
+        body: bytes,
+    ) -> DirectAnswer | None:
+        model = self._models.by_name.get(name)
+        if model is None or self._models.is_ending:
+            return None
+        if refused is not None or not model.is_quick:
+            return refused
+        try:
+            inference = _Inference(body, headers)
+            with model.routed(version_name, inference.key) as version:
+                asked = inference.asked(self._models, version)
+                answer = self._models.at_once(asked)
+            if answer is not None:
+                return 200, *inference.content(name, answer)
         except Exception as error:  # noqa: BLE001  # all have an answer
             return _direct(refusal(error))
         return None
@@ -533,7 +549,7 @@ def _from_json(spec: TensorSpec, datatype: str, shape: list[int], data: Any) -> 
     if not isinstance(data, list):
         raise ModelInputError(f"the data of '{spec.name}' is a list of values")
     value = array_of_numbers(spec, data)
-    if spec.np_dtype.kind not in "iub" and not np.isfinite(value).all():
+    if spec.is_float and not is_finite(value):
         raise ModelInputError(
             f"input '{spec.name}' has a value that is no number of JSON; send it as "
             "binary data"

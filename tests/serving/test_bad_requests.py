@@ -92,6 +92,9 @@ def test_an_input_that_is_not_the_models_is_named(
         b"",
         b'{"inputs": 7}',
         b'{"id": 7, "inputs": []}',
+        b'{"id": "\\ud800", "inputs": []}',
+        b'{"inputs": [{"name": "\\udfff", "datatype": "FP32", "shape": [1]}]}',
+        b'{"signature_name": "\\ud800", "instances": [1.0]}',
         json.dumps({"inputs": [{**GOOD, "data": [1e400]}]}).encode(),
         b'{"inputs": [{"name":"x","datatype":"FP32","shape":[1],"data":[1e400]}]}',
         b'{"parameters": [], "inputs": []}',
@@ -106,6 +109,22 @@ def test_a_body_that_is_no_request_is_refused(
     assert (status, answer["code"]) == (400, "JG-603")
     status, answer, _ = call(server, "POST", "/v1/models/ctr:predict", body)
     assert (status, answer["code"]) == (400, "JG-603")
+
+
+def test_names_in_any_script_are_taken_and_told(tmp_path: Path) -> None:
+    x = {"größe": np.zeros(2, np.float32)}
+    jg.export(lambda x: {"合計": x["größe"] * 2}, x, tmp_path / "m")
+    asked = {**GOOD, "name": "größe"}
+    with jg.serve(tmp_path, grpc_port=None) as server:
+        for text in (json.dumps, lambda one: json.dumps(one, ensure_ascii=False)):
+            body = text({"id": "😀", "inputs": [asked]}).encode()
+            status, answer, _ = call(server, "POST", "/v2/models/m/infer", body)
+            assert (status, answer["id"]) == (200, "😀")
+            assert answer["outputs"][0]["name"] == "合計"
+        wrong = {"inputs": [{**asked, "name": "größer"}]}
+        status, answer, _ = call(server, "POST", "/v2/models/m/infer", wrong)
+        assert status == 400
+        assert "did you mean 'größe'?" in answer["error"]
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,27 @@ def test_requests_of_one_packet_are_answered_in_their_order(
 
 
 @pytest.mark.usefixtures("none_by_tasks")
+def test_each_request_of_a_connection_is_let_in_by_its_own_head(
+    server: jg.ModelServer,
+) -> None:
+    """What a head means is found once, and another one is another matter."""
+    good, bad = body_of(), b'{"inputs": []}'
+    half = "/v2/models/half_plus_three/versions/1/infer"
+    found = answered(
+        server,
+        request_of(server, good),
+        request_of(server, bad),
+        request_of(server, good, Authorization="Bearer of another"),
+        request_of(server, good),
+        request_of(server, good, half),
+        request_of(server, good, Host="evil.example"),
+        request_of(server, good, half.replace("1", "9")),
+        request_of(server, good, Connection="close"),
+    )
+    assert [status for status, *_ in found] == [200, 400, 401, 200, 200, 421, 404, 200]
+
+
+@pytest.mark.usefixtures("none_by_tasks")
 def test_a_body_may_come_in_pieces(server: jg.ModelServer) -> None:
     body = body_of()
     whole = request_of(server, body, Connection="close")

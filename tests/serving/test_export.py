@@ -186,6 +186,26 @@ def test_a_number_is_never_written_twice(tmp_path: Path) -> None:
         jg.export(lambda x: x, X, tmp_path / ".hidden")
 
 
+def test_what_has_a_number_for_a_name_and_is_no_version_is_passed_over(
+    tmp_path: Path,
+) -> None:
+    assert half_plus_three(tmp_path).version == 1
+    model = tmp_path / "half_plus_three"
+    (model / "2").write_text("notes of somebody")
+    (model / "3").symlink_to(model / "1")
+    assert half_plus_three(tmp_path).version == 4
+    with pytest.raises(ArtifactError, match="versions never change"):
+        half_plus_three(tmp_path, version=2)
+    assert (model / "2").read_text() == "notes of somebody"
+
+
+def test_after_the_last_number_there_is_none(tmp_path: Path) -> None:
+    half_plus_three(tmp_path, version=2**63 - 1)
+    with pytest.raises(ArtifactError, match="the last number that there is"):
+        half_plus_three(tmp_path)
+    assert half_plus_three(tmp_path, version=1).version == 1
+
+
 def test_new_weights_of_one_model_have_one_program(tmp_path: Path) -> None:
     def digest(value: float) -> str:
         w = np.full((3, 1), value, np.float32)
