@@ -30,10 +30,16 @@ from benchmarks.straggler import training
 from jgraph.client.placement.measuring import measure as measured_model
 from jgraph.cluster.transport_choice import TransportChoice
 from jgraph.coordination.sync.aggregation import Contributed
+from jgraph.coordination.sync.roster import Roster
 from jgraph.graph.ir import TaskName
 from jgraph.plan.auto.cost_model import Link, TaskSpeed
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.server.gates.step_columns import columns_of, steps_of
+from jgraph.server.gates.step_columns import (
+    columns_of,
+    slots_in,
+    slots_of,
+    steps_of,
+)
 from jgraph.testing import Computing, Costs, dense_step, load_costs, simulate
 from jgraph.testing.scale.costs import save_costs
 from jgraph.testing.scale.simulate import Mode
@@ -135,13 +141,16 @@ def median(found: Sequence[Found], name: str) -> float:
 def step_id_s() -> float:
     """Returns the CPU time of a step's name in a frame, with what the arbiter does."""
     count, ps = 1000, TaskName("/job:ps/task:1")
+    roster = Roster(f"w{n}" for n in range(count))
 
     def once() -> None:
         steps = tuple((f"w{n}", 7) for n in range(count))
-        told = pb.Contributions(steps=columns_of(steps), slots=range(count))
+        slots = slots_in(range(count))
+        told = pb.Contributions(steps=columns_of(roster, steps), slots=slots)
         there = pb.Contributions.FromString(told.SerializeToString())
-        event = Contributed(ps, steps_of(there.steps), 0, tuple(there.slots))
-        assert len(set(event.steps)) == count
+        slots_there = slots_of(there.slots)
+        event = Contributed(ps, steps_of(roster, there.steps), 0, slots_there)
+        assert len(event.steps) == count
 
     return measure.micros(once, 50) / count / 1e6 / 2  # of each side a half
 

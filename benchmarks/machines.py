@@ -7,7 +7,8 @@ ratio to that with the fewest workers. What the caches of a processor make slowe
 too, so twice the growth of n log n is let through.
 
 A last line has the milliseconds of an update of the first ps of 16, which has all of
-them: its arbiter, its gate, and the data that they deal. Python's collector is off
+them: its arbiter, its gate, and the data that they deal. What workers make of that data
+is not counted, nor is reading frames. Python's collector is off
 meanwhile, as what it would look at is the benchmark's own.
 """
 
@@ -15,6 +16,7 @@ import gc
 import math
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, final
@@ -32,6 +34,7 @@ from jgraph.coordination.sync.aggregation import (
     DealData,
     Instruction,
 )
+from jgraph.coordination.sync.roster import Roster
 from jgraph.coordination.sync.sync_gate import SyncGate
 from jgraph.graph.ir import TaskName
 
@@ -83,16 +86,13 @@ class Update:
             self._slots[name] += [number(*batch) for batch in batches]
 
     def contributed(self) -> Sequence[Contributed]:
-        """Returns what the ps tell of an update: each has names of its own."""
+        """Returns what the ps tell of an update: the others as it comes in frames."""
         version, slots = self._version, [s[self._version] for s in self._slots.values()]
+        own = tuple((name, version) for name in self._slots)
+        columns = partial(Roster(self._slots).steps, own)
         return [
-            Contributed(
-                shard,
-                tuple((name, version) for name in self._slots),
-                version,
-                tuple(slots),
-            )
-            for shard in self._shards
+            Contributed(shard, columns() if place else own, version, array("q", slots))
+            for place, shard in enumerate(self._shards)
         ]
 
     def decide(self, contributed: Sequence[Contributed]) -> None:

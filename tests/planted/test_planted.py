@@ -557,14 +557,14 @@ BUGS: Final = {
     ),
     "a contribution read at two versions counts": Bug(
         "coordination/sync/aggregation.py",
-        "if mixed and len({versions[index] for versions in each}) > 1:",
-        "if mixed and not each:",
+        "if index in everywhere.mixed:",
+        "if not everywhere.places:",
         f"{TRANSCRIPT}[sync/aggregation/several_ps]",
     ),
     "a contribution read at two versions is averaged": Bug(
         "coordination/sync/aggregation.py",
-        "if mixed and len({versions[index] for versions in each}) > 1:",
-        "if mixed and not each:",
+        "if index in everywhere.mixed:",
+        "if not everywhere.places:",
         SYNCHRONOUS,
     ),
     "an epoch of children begins with a version that one of them needs no more": Bug(

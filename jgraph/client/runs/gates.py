@@ -37,6 +37,7 @@ def open_gate(
     term: int = 0,
     group: pb.CollectiveGroup | None = None,
     host_sums: pb.HostSums | None = None,
+    handles: Sequence[str] = (),
 ) -> pb.OpenGate:
     """Opens a gate on tasks, in place of an earlier one of that name.
 
@@ -51,6 +52,7 @@ def open_gate(
       term: likewise.
       group: what children of the workers' servers sum; None: nothing.
       host_sums: what is summed on each host before it leaves that; None: nothing.
+      handles: synchronous only: of the replicas' programs.
 
     Returns:
       The order, for a task that is started again.
@@ -66,6 +68,7 @@ def open_gate(
         term=term,
         group=group,
         host_sums=host_sums,
+        handles=handles,
     )
     request = frame(open_gate=order)
     cluster.call("Master.OpenGate", request, timeout_s=SILENCE_S + CONTROL_S)

@@ -29,6 +29,8 @@ from typing import TypeAlias, final
 from jgraph.coordination.data.slots import Lease
 from jgraph.coordination.data.sync_data import SyncData
 from jgraph.coordination.secure import sum_round
+from jgraph.coordination.sync import roster
+from jgraph.coordination.sync.roster import Roster, Steps
 from jgraph.coordination.sync.rounds import RoundRecord, RoundRule, Rounds
 from jgraph.coordination.sync.secure_rounds import (
     MOST_VOIDS,
@@ -39,11 +41,11 @@ from jgraph.coordination.sync.secure_rounds import (
     SumStepLate,
     Unmasked,
 )
+from jgraph.coordination.sync.tally import Everywhere, Tally
 from jgraph.errors import DeadlineError, JGError, SecureSumError
 from jgraph.graph.ir import TaskName
 
-Step: TypeAlias = tuple[str, int]
-"""(program handle, step id). Each replica has a handle of its own."""
+Step: TypeAlias = roster.Step
 
 _Slots: TypeAlias = list[tuple[int, Step]]
 
@@ -54,9 +56,9 @@ class Contributed:
     """A ps has what steps contributed, each for a slot; all let in at ``version``."""
 
     shard: TaskName
-    steps: tuple[Step, ...]
+    steps: Sequence[Step]
     version: int
-    slots: tuple[int, ...]
+    slots: Sequence[int]
 
 
 @final
@@ -298,9 +300,9 @@ class Arbiter:
         self._unsupervised = False
         self._stopping = ""
         self._over = False
-        # Contributions that not all ps have yet, with the version: of each ps its own,
-        # so that sets are compared and not steps. Those that all have: slot -> step.
-        self._news: dict[TaskName, dict[Step, int]] = {s: {} for s in self._shards}
+        # Contributions that not all ps have yet. Those that all have: slot -> step.
+        self._roster = Roster(data.replicas)
+        self._tally = Tally(self._shards, len(self._roster))
         self._whole: defaultdict[int, dict[int, Step]] = defaultdict(dict)
         self._chosen: tuple[int, ...] = ()  # places of the batches of the newest update
         self._rounds = None
@@ -474,9 +476,7 @@ class Arbiter:
         self._alive.remove(replica)
         if self._rounds is not None:
             self._rounds.lose(replica)
-        for news in self._news.values():
-            for step in [s for s in news if s[0] == replica]:
-                del news[step]
+        self._tally.lose(self._roster.number(replica))
         computed = {
             slot
             for whole in self._whole.values()
@@ -489,39 +489,19 @@ class Arbiter:
         said = [] if self._sums is None else self._sums.lost(replica)
         return [*self._of_sum(said), *self._go_on()]
 
-    def _told_by_all(self, event: Contributed) -> set[Step]:
-        """Takes note of what a ps tells; returns of it what all have told of now."""
-        earlier = self._news.get(event.shard)
-        if earlier is None:
-            return set()  # it keeps no contributions of this run
-        news = dict.fromkeys(event.steps, event.version)
-        if earlier:
-            earlier.update(news)
-        else:
-            self._news[event.shard] = news
-        if not all(self._news.values()):
-            return set()  # most often: there is a ps that has told nothing yet
-        there = set(event.steps)
-        for news in sorted(self._news.values(), key=len):
-            there = there.intersection(news)
-        return there
-
     def _take(self, event: Contributed) -> list[Instruction]:
-        there = self._told_by_all(event)
-        if not there:
+        steps, slots = self._numbered(event)
+        everywhere = self._tally.tell(event.shard, steps, event.version)
+        if not everywhere.places:
+            return []  # most often: there is a ps that has not told of it yet
+        if self._take_together(event.version, steps, slots, everywhere):
             return []
-        whole = [
-            (s, n) for s, n in zip(event.steps, event.slots, strict=True) if s in there
-        ]
-        steps = [step for step, _ in whole]
-        each = [list(map(news.pop, steps)) for news in self._news.values()]
-        # Most often all ps let all of them read at one version.
-        mixed = any(versions != each[0] for versions in each)
         said: list[Instruction] = []
-        for index, (step, slot) in enumerate(whole):
+        for index in everywhere.places:
+            step, slot = steps[index], int(slots[index])
             if not self._data.holds(step[0], slot):
                 continue  # another computes it now, as this one seemed lost
-            if mixed and len({versions[index] for versions in each}) > 1:
+            if index in everywhere.mixed:
                 self._drop(slot, step)
                 said.append(Void(step))
             elif event.version < self._version + self._applying:
@@ -534,6 +514,38 @@ class Arbiter:
                 if self._sums is not None:
                     said += self._of_sum(self._sums.contributed(step[0]))
         return said
+
+    def _numbered(self, event: Contributed) -> tuple[Steps, Sequence[int]]:
+        """Returns the steps of replicas of this run, and their slots."""
+        numbered = self._roster.numbered(event.steps)
+        if numbered is not None:
+            return numbered, event.slots
+        both = zip(event.steps, event.slots, strict=True)
+        known = [one for one in both if self._roster.knows(one[0])]
+        steps = self._roster.steps([step for step, _ in known])
+        return steps, [slot for _, slot in known]
+
+    def _take_together(
+        self, version: int, steps: Steps, slots: Sequence[int], there: Everywhere
+    ) -> bool:
+        """Takes contributions of which none is late, void or without its batch."""
+        late = version < self._version + self._applying
+        if late or there.mixed or self._sums is not None:
+            return False
+        numbers = steps.numbers.tolist()
+        if len(there.places) < len(steps):
+            numbers = [numbers[index] for index in there.places]
+            slots = [slots[index] for index in there.places]
+            steps = Steps(steps.roster, *(c[there.places] for c in steps.columns))
+        if not self._data.all_hold(numbers, slots):
+            return False
+        whole, new = self._whole[version], dict(zip(slots, steps, strict=True))
+        if not whole and len(new) == len(numbers):
+            whole.update(new)  # most often
+        else:
+            for slot, step in zip(slots, steps, strict=True):
+                whole.setdefault(slot, step)
+        return True
 
     def _drop(self, slot: int, step: Step) -> None:
         self.dropped[step[0]] += 1

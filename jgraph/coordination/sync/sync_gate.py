@@ -193,27 +193,31 @@ class SyncGate:
         self._deciding = False
         self._closed: JGError | None = None
         self._waiting: dict[Step, None] = {}
-        self._inside: dict[Step, int] = {}
+        self._inside: dict[Step, int] = {}  # at which version; nothing came yet
         self._contributed: dict[str, int] = {}
         # Of this version: what is kept, and what of it is untold.
         self._steps_taken: set[Step] = set()
         self._untold: dict[Step, int] = {}  # with their slots
         self._enough: int | None = None  # before the first decision
         self._tell_s = TELL_S
-        self._computing: set[Step] = set()  # let in, and nothing came yet
 
     def handle(self, event: Event) -> list[Instruction]:
         """Takes an event; returns what to do now."""
+        # Three of each replica at every update come first.
+        if isinstance(event, ContributionCame):
+            return self._take(event.step, event.slot)
+        if isinstance(event, StepEnded):
+            if self._inside.pop(event.step, None) is None:
+                self._waiting.pop(event.step, None)
+            return []
+        if isinstance(event, StepAsked):
+            return self._ask(event.step)
+        return self._move_on(event)
+
+    def _move_on(
+        self, event: Decided | Voided | UpdateApplied | TellDue | Summed | Closed
+    ) -> list[Instruction]:
         match event:
-            case StepAsked(step):
-                return self._ask(step)
-            case ContributionCame(step, slot):
-                return self._take(step, slot)
-            case StepEnded(step):
-                self._waiting.pop(step, None)
-                self._inside.pop(step, None)
-                self._computing.discard(step)
-                return []
             case Decided(steps):
                 return self._choose(steps)
             case Voided(step):
@@ -238,32 +242,32 @@ class SyncGate:
         if self._deciding or not self._may_read(step):
             self._waiting[step] = None
             return []
-        return self._let_in([step])
+        return self._let_in((step,))
 
     def _open(self) -> list[Instruction]:
         if self._deciding:
             return []
-        ready = [step for step in self._waiting if self._may_read(step)]
-        for step in ready:
+        ready = tuple(filter(self._may_read, self._waiting))
+        if len(ready) == len(self._waiting):
+            self._waiting.clear()
+        for step in ready if self._waiting else ():
             del self._waiting[step]
         return self._let_in(ready)
 
     def _may_read(self, step: Step) -> bool:
         return self._contributed.get(step[0], -1) < self.version
 
-    def _let_in(self, steps: list[Step]) -> list[Instruction]:
+    def _let_in(self, steps: tuple[Step, ...]) -> list[Instruction]:
         if not steps:
             return []
         self._inside.update(dict.fromkeys(steps, self.version))
-        self._computing.update(steps)
-        return [LetIn(tuple(steps))]
+        return [LetIn(steps)]
 
     def _take(self, step: Step, slot: int) -> list[Instruction]:
-        version = self._inside.get(step)
+        version = self._inside.pop(step, None)
         if version is None:
             return []  # of an earlier life of this gate
         self._contributed[step[0]] = version
-        self._computing.discard(step)
         if self._closed is not None:
             return []  # nobody decides any more
         if version < self.version or self._deciding:
@@ -281,7 +285,7 @@ class SyncGate:
 
     def _is_enough(self) -> bool:
         if self._enough is None:
-            return not self._computing
+            return not self._inside
         return len(self._steps_taken) >= self._enough
 
     def _choose(self, steps: tuple[Step, ...]) -> list[Instruction]:

@@ -1289,14 +1289,22 @@ Global___StepId: _TypeAlias = StepId  # noqa: Y015
 
 @_typing.final
 class Steps(_message.Message):
-    """Steps as columns: thousands of them cost a tenth of what as many messages do."""
+    """Steps as columns, by the numbers of their replicas: thousands of them are read at once."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
     HANDLES_FIELD_NUMBER: _builtins.int
     STEP_IDS_FIELD_NUMBER: _builtins.int
+    replicas: _builtins.bytes
+    """little-endian int64: places in OpenGate.handles"""
+    ids: _builtins.bytes
+    """the same, as many: of the steps"""
     @_builtins.property
-    def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In place of these where one is of a replica that OpenGate does not name."""
+
     @_builtins.property
     def step_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """as many"""
@@ -1304,12 +1312,14 @@ class Steps(_message.Message):
     def __init__(
         self,
         *,
+        replicas: _builtins.bytes = ...,
+        ids: _builtins.bytes = ...,
         handles: _abc.Iterable[_builtins.str] | None = ...,
         step_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handles", b"handles", "step_ids", b"step_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handles", b"handles", "ids", b"ids", "replicas", b"replicas", "step_ids", b"step_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1324,18 +1334,16 @@ class Contributions(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """updates applied when they were let in"""
+    slots: _builtins.bytes
+    """of the data, little-endian int64: as many"""
     @_builtins.property
     def steps(self) -> Global___Steps: ...
-    @_builtins.property
-    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """of the data: as many"""
-
     def __init__(
         self,
         *,
         steps: Global___Steps | None = ...,
         version: _builtins.int = ...,
-        slots: _abc.Iterable[_builtins.int] | None = ...,
+        slots: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -3265,6 +3273,7 @@ class OpenGate(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     HOST_SUMS_FIELD_NUMBER: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
     gate: _builtins.str
     synchronous: _builtins.bool
     version: _builtins.int
@@ -3286,6 +3295,10 @@ class OpenGate(_message.Message):
     def host_sums(self) -> Global___HostSums:
         """unset: all of it comes to who averages it"""
 
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """synchronous: of the replicas' programs, as in SyncOrder"""
+
     def __init__(
         self,
         *,
@@ -3299,10 +3312,11 @@ class OpenGate(_message.Message):
         term: _builtins.int = ...,
         group: Global___CollectiveGroup | None = ...,
         host_sums: Global___HostSums | None = ...,
+        handles: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "group", b"group", "host_sums", b"host_sums", "max_staleness", b"max_staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "gate", b"gate", "group", b"group", "host_sums", b"host_sums", "max_staleness", b"max_staleness", "opening", b"opening", "run", b"run", "shards", b"shards", "synchronous", b"synchronous", "term", b"term", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "gate", b"gate", "group", b"group", "handles", b"handles", "host_sums", b"host_sums", "max_staleness", b"max_staleness", "opening", b"opening", "run", b"run", "shards", b"shards", "synchronous", b"synchronous", "term", b"term", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
     _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015

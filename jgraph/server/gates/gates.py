@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, final
 from jgraph.clock import Clock, SystemClock
 from jgraph.coordination.sync.admission import Admission, LetIn, StepAsked, StepEnded
 from jgraph.coordination.sync.aggregation import Contributed
+from jgraph.coordination.sync.roster import Roster
 from jgraph.coordination.sync.sync_gate import Tell
 from jgraph.errors import JGError, MalformedMessageError, TaskLostError
 from jgraph.graph.ir import TaskName
@@ -20,7 +21,13 @@ from jgraph.runtime.gate import Gate
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.server.gates.group_host import GroupHost
 from jgraph.server.gates.stale_gate import StaleGate
-from jgraph.server.gates.step_columns import check_lengths, columns_of, steps_of
+from jgraph.server.gates.step_columns import (
+    check_lengths,
+    columns_of,
+    slots_in,
+    slots_of,
+    steps_of,
+)
 from jgraph.server.gates.sync_gate import SyncGateShell
 from jgraph.server.gates.timers import AGAIN_S, CallLater, Timer
 from jgraph.server.gates.waits import Waits
@@ -78,6 +85,7 @@ class Gates:
         self._bounds: dict[str, int] = {}
         self._shards: dict[str, list[TaskName]] = {}
         self._openings: dict[str, str] = {}
+        self._rosters: dict[str, Roster] = {}
         self._driver_of: dict[str, TaskName] = {}
         self._arbiters: dict[str, Decides] = {}
         self._unheard: defaultdict[str, list[Contributed]] = defaultdict(list)
@@ -102,6 +110,7 @@ class Gates:
         self.drop([name])
         self._shards[name] = shards
         self._openings[name] = order.opening
+        self._rosters[name] = Roster(order.handles)
         if order.synchronous:
             tell = partial(self._contributed, name)
             self._opened[name] = SyncGateShell(
@@ -159,7 +168,7 @@ class Gates:
             self._post(dst, pb.GateEvent(gate=name, host_sum=news), tensors)
 
         return HostSums(
-            *(order.host_sums, self._task, name, order.version),
+            *(order.host_sums, self._task, name, order.version, self._rosters[name]),
             *(post, self._submit, self._call_later),
         )
 
@@ -177,6 +186,7 @@ class Gates:
             self._bounds.pop(name, None)
             self._shards.pop(name, None)
             self._openings.pop(name, None)
+            self._rosters.pop(name, None)
             self._unheard.pop(name, None)
             self._closings.pop(name, None)
 
@@ -267,13 +277,14 @@ class Gates:
         match event.WhichOneof("kind"), gate:
             case "contributed", _:
                 body = event.contributed
-                steps, slots = steps_of(body.steps), tuple(body.slots)
+                steps = steps_of(self._roster(name), body.steps)
+                slots = slots_of(body.slots)
                 check_lengths(steps, slots)
                 self._hear(name, Contributed(src, steps, body.version, slots))
             case "ended", _:
                 self._ended(name, _step(event.ended), src)
             case "decided", SyncGateShell():
-                gate.decided(steps_of(event.decided))
+                gate.decided(tuple(steps_of(self._roster(name), event.decided)))
             case "voided", SyncGateShell():
                 gate.voided(_step(event.voided))
             case "closed", SyncGateShell() if src == self._shards[name][0]:
@@ -306,9 +317,12 @@ class Gates:
         for contributed in self._unheard.pop(name, ()):
             arbiter.take(contributed)
 
-    def decide(self, name: str, steps: tuple[StepKey, ...]) -> None:
+    def _roster(self, name: str) -> Roster:
+        return self._rosters.get(name) or Roster(())
+
+    def decide(self, name: str, steps: Sequence[StepKey]) -> None:
         """Tells every gate what is averaged next."""
-        event = pb.GateEvent(gate=name, decided=columns_of(steps))
+        event = pb.GateEvent(gate=name, decided=columns_of(self._roster(name), steps))
         self._tell_all(name, event)
 
     def void(self, name: str, step: StepKey) -> None:
@@ -337,7 +351,9 @@ class Gates:
             self._hear(name, own)
             return
         body = pb.Contributions(
-            steps=columns_of(news.steps), version=news.version, slots=news.slots
+            steps=columns_of(self._roster(name), news.steps),
+            version=news.version,
+            slots=slots_in(news.slots),
         )
         self._post(arbiter_task, pb.GateEvent(gate=name, contributed=body))
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from jgraph.coordination.sync import host_sums as machine
 from jgraph.coordination.sync.aggregation import Step
+from jgraph.coordination.sync.roster import Roster
 from jgraph.errors import MalformedMessageError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.accumulate import mean
@@ -51,12 +52,14 @@ class HostSums:
         task: TaskName,
         container: str,
         version: int,
+        roster: Roster,
         post: Post,
         submit: Submit,
         call_later: CallLater,
     ) -> None:
         self._post, self._submit, self._call_later = post, submit, call_later
         self._task = task
+        self._roster = roster
         self._keys: dict[TaskName, list[Key]] = {}  # by part
         self._sizes: dict[Key, int] = {}
         self._owners: dict[TaskName, TaskName] = {}
@@ -123,7 +126,8 @@ class HostSums:
             )
         values = dict(zip(keys, map(np.asarray, tensors), strict=True))
         self._sums[news.version, part, src] = values
-        self._take(machine.SumCame(part, src, news.version, steps_of(news.steps)))
+        steps = tuple(steps_of(self._roster, news.steps))
+        self._take(machine.SumCame(part, src, news.version, steps))
 
     def link_lost(self, owner: TaskName) -> None:
         """What was sent to an owner may be lost."""
@@ -190,7 +194,9 @@ class HostSums:
         if isinstance(result, BaseException):
             raise result
         news = pb.HostSum(
-            version=order.version, steps=columns_of(order.steps), part=order.part
+            version=order.version,
+            steps=columns_of(self._roster, order.steps),
+            part=order.part,
         )
         self._outbox[order.part] = news, result
         self._post(self._owners[order.part], news, result)

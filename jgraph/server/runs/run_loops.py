@@ -138,6 +138,7 @@ async def open_round_gates(
         term=deciding.term,
         group=sync.group if sync.HasField("group") else None,
         host_sums=sync.host_sums if sync.HasField("host_sums") else None,
+        handles=sync.handles,
     )
     for shard in map(TaskName, sync.shards):
         request = frame(open_gate=gate)

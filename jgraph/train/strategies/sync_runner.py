@@ -291,6 +291,7 @@ class SyncRunner:
             term=1,
             group=prepared.group,
             host_sums=prepared.host_sums,
+            handles=prepared.handles[: len(self._workers.tasks)],
         )
         limit = self._strategy.step_timeout_s
         # The ps see better who is missing, and say so first. A step goes on without one

@@ -20,6 +20,7 @@ from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.gate import Gate
 from jgraph.server.gates.gates import Decides, Gates
+from jgraph.server.gates.step_columns import slots_of
 from jgraph.server.gates.sync_gate import SyncGateShell
 from jgraph.server.loops.arbiter_loop import ArbiterLoop
 from jgraph.server.steps.driver import StepDriver
@@ -157,7 +158,7 @@ def test_a_ps_tells_who_decides_of_all_contributions_in_one_frame() -> None:
         gate.decided(tuple(steps))
         assert len(gate.chosen().contributions) == len(steps)
         gate.applied()
-        return [len(event.contributed.slots) for event in posted]
+        return [len(slots_of(event.contributed.slots)) for event in posted]
 
     assert asyncio.run(update(0)) == [1] * 50
     assert asyncio.run(update(1)) == [50]

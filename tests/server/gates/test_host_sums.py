@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jgraph.coordination.sync.roster import Roster
 from jgraph.errors import JGError, MalformedMessageError, RunOverError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -18,6 +19,7 @@ from jgraph.server.gates.sync_gate import SyncGateShell
 
 HERE, AWAY = (TaskName(f"/job:worker/task:{n}") for n in (0, 2))
 OWN, ITS = ("c", "mean/own"), ("c", "mean/its")
+NOBODY = Roster([])
 A, B, C = ("a", 1), ("b", 1), ("c", 1)
 
 
@@ -94,17 +96,21 @@ class There:
         self.gates.received(src, event, tensors)
 
     def decide(self, *steps: Any) -> None:
-        self.hear(pb.GateEvent(decided=columns_of(steps)))
+        self.hear(pb.GateEvent(decided=columns_of(NOBODY, steps)))
 
     def sum(self, steps: Any, *tensors: Any, version: int = 0) -> None:
-        news = pb.HostSum(version=version, steps=columns_of(steps), part=HERE)
+        news = pb.HostSum(version=version, steps=columns_of(NOBODY, steps), part=HERE)
         self.hear(pb.GateEvent(host_sum=news), *tensors)
 
     def sums(self) -> list[tuple[int, tuple[Any, ...], list[float]]]:
         """Returns the sums that were posted so far."""
         events = [(f.header.gate_event, f.tensors) for f in self.posted]
         return [
-            (e.host_sum.version, steps_of(e.host_sum.steps), t[0].tolist())
+            (
+                e.host_sum.version,
+                tuple(steps_of(NOBODY, e.host_sum.steps)),
+                t[0].tolist(),
+            )
             for e, t in events
             if e.HasField("host_sum")
         ]
