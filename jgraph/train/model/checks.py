@@ -10,21 +10,15 @@ import jax.numpy as jnp
 from jgraph import _compat
 from jgraph._compat import Jaxpr, Var
 from jgraph.graph.graph import Graph
-from jgraph.graph.rows.rows import NO_ID
 from jgraph.train.model.trees import Tree
 
 FINITE = "<finite>"
 """Metric of a step with ``check_finite``: bool per leaf, the loss first."""
-BAD_IDS = "<bad ids>"
-"""Metric of a step with ``check_ids``: int32 per lookup, an id that has no row."""
 
 
 def all_well(checks: Mapping[str, jax.Array]) -> jax.Array:
     """Returns whether all checks of a step passed, bool."""
-    well = [checks[FINITE].all()] if FINITE in checks else []
-    if BAD_IDS in checks:
-        well.append((checks[BAD_IDS] == NO_ID).all())
-    return jnp.stack(well).all()
+    return jnp.stack([check.all() for check in checks.values()]).all()
 
 
 def finite(loss: jax.Array, grads: Tree) -> jax.Array:

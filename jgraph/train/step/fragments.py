@@ -305,7 +305,7 @@ class Fragments:
                 feature=variable.name,
                 drop=True,
             )
-            one = Rows(unique, positions, there.sum(dtype=jnp.int32), ())
+            one = Rows(unique, positions, there.sum(dtype=jnp.int32))
             found.append((one, jnp.where(there, ids, rows)))
         return found
 

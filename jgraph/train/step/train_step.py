@@ -27,7 +27,6 @@ from jgraph.train.hash_tables.hash_step import (
 )
 from jgraph.train.model.adapters import Adapter, Make
 from jgraph.train.model.checks import (
-    BAD_IDS,
     FINITE,
     all_well,
     finite,
@@ -70,8 +69,7 @@ class TrainStep:
       container: of the variables.
       sparse: as for ``Trainer``.
       alone: one replica makes all updates, and numbers them as ``global_step`` does.
-        Make ``BAD_IDS``, and skip an update that has one. An update that follows one
-        that was skipped is skipped too.
+        An update that follows one that was skipped is skipped too.
       gradient_dtype: of gradients that travel; see ``Compression``.
       local: how a worker trains alone between two updates, which ``tx`` makes of how
         far it came; see ``LocalSteps``.
@@ -270,16 +268,6 @@ class TrainStep:
         warn_of_same_draws(graph)
         return replace(graph, notes=tuple(notes))
 
-    def lookups(self, batch: Any) -> list[tuple[str, str, int]]:
-        """Returns (feature, table, rows) of what the columns of ``BAD_IDS`` are of."""
-        by_rows = self.row_step(batch)
-        return [
-            (lookup.feature, table.name, table.rows)
-            for table in (by_rows.tables.tables if by_rows else ())
-            if not table.hashed
-            for lookup in table.lookups
-        ]
-
     def row_step(self, batch: Any) -> RowStep | None:
         """Returns what goes by rows in a step on such batches; None: nothing may."""
         key = str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
@@ -347,6 +335,8 @@ class TrainStep:
             *(row_tables, self._tx, now["params"], slots, self._beside),
             *(self._sparse, count),
         )
+        if self._alone:
+            return by_rows.in_one_place()
         budget = 0 if self.local is None else self.local.rule.row_budget
         return replace(by_rows, budget=budget)
 
@@ -402,9 +392,6 @@ class TrainStep:
         result = self.computed(by_rows, batch, step, replica)
         with device("/job:worker"):
             checks = self.check(result.loss, result.grads)
-            if self._alone and result.rows:
-                bad = [b for rows in result.rows.values() for b in rows.bad]
-                checks[BAD_IDS] = jnp.stack(bad)
         loss, state, rows = result.loss, result.state, result.rows
         grads = result.grads
         if self.compression is not None:
@@ -454,7 +441,7 @@ class TrainStep:
         tables = by_rows.tables.tables if by_rows else ()
         loss_fn = self.adapter.loss
         with device("/job:worker"):
-            table_rows = by_rows.rows(batch, seeds) if by_rows else []
+            table_rows = by_rows.rows(batch, seeds) if by_rows and tables else []
             if by_rows and tables:
                 loss_fn = by_rows.tables.loss([rows.positions for rows in table_rows])
         rows = {

@@ -12,6 +12,7 @@ import numpy as np
 
 from jgraph.clock import Clock, SystemClock
 from jgraph.coordination.data.dispatch import Asked, Deal, Dispatch, Progressed
+from jgraph.errors import JGError
 from jgraph.graph.graph import Graph, eval_graph
 from jgraph.runtime.data.batches import Array, LeasedBatches
 from jgraph.train.data.data import Dataset
@@ -27,7 +28,7 @@ from jgraph.train.state.runner import (
     position_in,
     stack,
 )
-from jgraph.train.step.applied import Checks, checks_of
+from jgraph.train.step.applied import Checks, IdCheck, checks_of, id_check_of
 from jgraph.train.step.train_step import TrainStep
 from jgraph.view import markup
 
@@ -69,6 +70,7 @@ class _Compiled:
     names: list[str]
     step: Callable[..., tuple[list[Any], list[Any]]]
     checks: Checks
+    ids: IdCheck | None
 
 
 @final
@@ -83,6 +85,7 @@ class LocalRunner:
         self._last: _Compiled | None = None
         self._dispatch: Dispatch | None = None
         self._first = 0  # updates applied before the run
+        self._refusal: JGError | None = None  # of a batch, which ends the run
 
     def prepare(self, dataset: Dataset, batch_size: int) -> None:
         """See ``Runner.prepare``."""
@@ -99,18 +102,22 @@ class LocalRunner:
             # thread, whichever thread runs the steps.
             jit_step = jax.jit(step, donate_argnums=0)
             lowering = jit_step.lower(self.state.arrays, *(f.aval for f in graph.feeds))
-            checks = checks_of(self._step, graph, batch)
-            self._compiled[key] = _Compiled(graph, names, lowering.compile(), checks)
+            checks = checks_of(self._step, graph)
+            ids = id_check_of(self._step, batch)
+            run = lowering.compile()
+            self._compiled[key] = _Compiled(graph, names, run, checks, ids)
         self._last = self._compiled[key]
 
     def run(self, order: Order) -> Generator[Chunk, None, None]:
         """See ``Runner.run``."""
         self.prepare(order.dataset, order.batch_size)
         assert self._last is not None
-        self._first = self.state.global_step()
+        self._first, self._refusal = self.state.global_step(), None
         dispatch = self._deal_from(order, self._first)
         try:
             yield from self._steps(order, self._last, dispatch)
+            if self._refusal is not None:
+                raise self._refusal
         finally:
             self.state.position, self._dispatch = dispatch.state(), None
 
@@ -118,7 +125,7 @@ class LocalRunner:
         self, order: Order, compiled: _Compiled, dispatch: Dispatch
     ) -> Generator[Chunk, None, None]:
         first, now = self._first, self._clock.now
-        batches = self._batches(order, dispatch)
+        all_feeds = self._feeds(order, compiled, dispatch)
         start_s = report_s = now()
         gathering = 0.0
         outputs: list[tuple[int, float, list[Any]]] = []
@@ -127,11 +134,11 @@ class LocalRunner:
         check_places = [compiled.names.index(name) for name in checks.names]
         for number in range(first, first + order.steps):
             ask_s = now()
-            batch = next(batches, None)
-            if batch is None:
-                break  # there is no more data
+            feeds = next(all_feeds, None)
+            if feeds is None:
+                break  # there is no more data, or this batch has an id without a row
             gathering += now() - ask_s
-            out = self._one(compiled, batch, number)
+            out = self._one(compiled, feeds)
             if not check_places:
                 dispatch.handle(Progressed("", number - first + 1), 0.0)
             time = now()
@@ -183,6 +190,19 @@ class LocalRunner:
         )
         return self._dispatch
 
+    def _feeds(
+        self, order: Order, compiled: _Compiled, dispatch: Dispatch
+    ) -> Iterator[list[Any]]:
+        """Yields what each step takes, up to a batch that none may take."""
+        replica = np.int32(0)
+        for number, batch in enumerate(self._batches(order, dispatch), self._first):
+            step = np.int32(number)
+            if compiled.ids is not None:
+                self._refusal = compiled.ids.error(step, replica, *batch)
+                if self._refusal is not None:
+                    return
+            yield [*batch, step, replica]
+
     def _batches(self, order: Order, dispatch: Dispatch) -> Iterator[Iterable[Array]]:
         reader = LeasedBatches(order.dataset.reader(), dispatch.plan)
         count = 0
@@ -199,10 +219,7 @@ class LocalRunner:
                     yield fields.values()
                     count += 1
 
-    def _one(
-        self, compiled: _Compiled, batch: Iterable[Array], number: int
-    ) -> list[Any]:
-        feeds = [*batch, np.int32(number), np.int32(0)]
+    def _one(self, compiled: _Compiled, feeds: list[Any]) -> list[Any]:
         if self._step.private is not None:
             shape = compiled.graph.feeds[-1].aval.shape
             bits = secrets.token_bytes(4 * math.prod(shape))

@@ -4,7 +4,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any, Literal, TypeAlias, final
 
@@ -36,14 +36,11 @@ class Rows:
       unique: their ids, int32[n], ascending, padded.
       positions: which of them each id is, int32[n].
       count: how many there are.
-      bad: per lookup the first id that has no row, else ``NO_ID``; of a hash table
-        nothing.
     """
 
     unique: jax.Array
     positions: jax.Array
     count: jax.Array
-    bad: tuple[jax.Array, ...]
 
     def padded_with_zeros(self, values: jax.Array) -> jax.Array:
         """Returns rows of which those that are not there are zeros."""
@@ -89,6 +86,7 @@ class RowStep:
       notes: a line per decision, for people.
       count: steps of one worker whose rows travel together.
       budget: how many rows of a table these may need; 0: any number.
+      checked: the tables whose ids ``bad_ids`` looks at; None: those of ``tables``.
     """
 
     tables: RowTables
@@ -97,6 +95,52 @@ class RowStep:
     notes: tuple[str, ...]
     count: int = 1
     budget: int = 0
+    checked: RowTables | None = None
+
+    def in_one_place(self) -> "RowStep":
+        """Returns this where parameters, loss and update are in one place.
+
+        A table whose update is of all rows is then an array like others: to take rows
+        out of it and put them back would only take time. ``bad_ids`` stays as it is.
+        """
+        names = [table.name for table in self.tables.tables]
+        chosen = {t.name for t in self.tables.tables if t.number in self.whole}
+        rest = self.tables
+        if len(chosen) == len(names):
+            rest = replace(self.tables, tables=())
+        elif chosen:
+            rest = self.tables.without(dict.fromkeys(chosen, "all of it is here"))
+        notes = [
+            f"{name} is read and updated whole, where it lies"
+            if name in chosen
+            else note
+            for name, note in zip(names, self.notes, strict=False)
+        ]
+        notes += self.notes[len(names) :]
+        return replace(self, tables=rest, notes=tuple(notes), checked=self.tables)
+
+    def lookups(self) -> list[tuple[str, str, int]]:
+        """Returns (feature, table, rows) of each lookup that ``bad_ids`` looks at."""
+        return [
+            (lookup.feature, table.name, table.rows)
+            for table in (self.checked or self.tables).tables
+            if not table.hashed
+            for lookup in table.lookups
+        ]
+
+    def bad_ids(self, batch: Any, seeds: tuple[Any, ...]) -> list[jax.Array]:
+        """Returns of each lookup an id that has no row, else ``NO_ID``.
+
+        Those of hash tables are left out: every key may have a row.
+        """
+        checked = self.checked or self.tables
+        table_ids = checked.ids(batch, seeds)
+        return [
+            first_bad_id(part, table.rows)
+            for table, ids in zip(checked.tables, table_ids, strict=True)
+            if not table.hashed
+            for part in _usable(table, ids)
+        ]
 
     def most(self, table: RowTable) -> int:
         """Returns how many ids of a table a worker has at most."""
@@ -147,13 +191,18 @@ def _by_step(table: RowTable, positions: jax.Array, steps: int) -> jax.Array:
     return jnp.concatenate([part.reshape(steps, -1) for part in parts], axis=1)
 
 
-def _rows(table: RowTable, lookup_ids: Sequence[jax.Array], budget: int = 0) -> Rows:
-    parts = [
+def _usable(table: RowTable, lookup_ids: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the keys, or the ids as int32[n], of each lookup."""
+    return [
         keys_or_ids.reshape(-1, 2)
         if table.hashed
         else usable_ids(keys_or_ids, table.rows, lookup.mode, of_bags=lookup.of_bags)
         for keys_or_ids, lookup in zip(lookup_ids, table.lookups, strict=True)
     ]
+
+
+def _rows(table: RowTable, lookup_ids: Sequence[jax.Array], budget: int = 0) -> Rows:
+    parts = _usable(table, lookup_ids)
     ids = jnp.concatenate(parts)
     unique, positions = unique_rows(
         ids,
@@ -163,9 +212,7 @@ def _rows(table: RowTable, lookup_ids: Sequence[jax.Array], budget: int = 0) -> 
         most=budget,
     )
     there = jnp.where(positions < ids.shape[0], positions, -1)
-    # Every key may have a row.
-    bad = () if table.hashed else tuple(first_bad_id(p, table.rows) for p in parts)
-    return Rows(unique, positions, there.max(initial=-1) + 1, bad)
+    return Rows(unique, positions, there.max(initial=-1) + 1)
 
 
 def decide(

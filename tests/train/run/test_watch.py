@@ -130,7 +130,7 @@ def test_history_orders_steps_by_one_clock_whenever_loops_began() -> None:
 
 
 def test_first_bad_step_and_leaf_are_named() -> None:
-    checks = Checks([FINITE], ["loss", "params/b", "params/w"], [])
+    checks = Checks([FINITE], ["loss", "params/b", "params/w"])
     finite = np.array([[True, True, True], [True, False, False], [True, True, True]])
     applied, error = checks.split(chunk(0, [0.1, 0.2, 0.3], **{FINITE: finite}))
     assert isinstance(error, NonFiniteError)

@@ -1,0 +1,100 @@
+"""Tables of a run in one process: updated where they lie, ids checked before."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jgraph.errors import RowIdError
+from jgraph.train.data.data import as_dataset
+from jgraph.train.model.adapters import adapt
+from jgraph.train.step.train_step import TrainStep
+from jgraph.train.trainer import Trainer
+
+ROWS, BATCH = 40, 8
+random = np.random.default_rng(0)
+DATA = {
+    "user": random.integers(0, ROWS, (64, 3)).astype(np.int32),
+    "item": random.integers(0, ROWS, 64).astype(np.int32),
+    "y": random.normal(size=64).astype(np.float32),
+}
+
+
+class TwoTables(nnx.Module):
+    def __init__(self) -> None:
+        self.user = nnx.Embed(ROWS, 4, rngs=nnx.Rngs(0))
+        self.item = nnx.Embed(ROWS, 4, rngs=nnx.Rngs(1))
+
+
+def loss(model: Any, batch: Any) -> Any:
+    score = (model.user(batch["user"]).sum(1) * model.item(batch["item"])).sum(-1)
+    return jnp.mean((score - batch["y"]) ** 2)
+
+
+def adam_of_users_alone() -> Any:
+    return optax.multi_transform(
+        {"user": optax.adam(0.1), "item": optax.sgd(0.1)},
+        {"user": "user", "item": "item"},
+    )
+
+
+def graph_of(tx: Any) -> Any:
+    batch = as_dataset(DATA).step_avals(BATCH)
+    step = TrainStep(adapt(TwoTables(), loss, seed=0), tx, alone=True)
+    return step.graph(batch)
+
+
+def operations(graph: Any) -> list[str]:
+    return [equation.primitive.name for equation in graph.equations]
+
+
+def trained(tx: Any, sparse: Any) -> list[np.ndarray[Any, Any]]:
+    trainer = Trainer(TwoTables(), loss, tx, sparse=sparse)
+    trainer.fit(DATA, steps=6, batch_size=BATCH, progress=False)
+    return [np.asarray(value) for value in trainer.current_values()]
+
+
+def test_a_table_whose_update_is_of_all_rows_is_an_array_like_others() -> None:
+    graph = graph_of(optax.adam(0.1))
+    assert "unique_rows" not in operations(graph)
+    assert [note.split(maxsplit=1)[1] for note in graph.notes] == [
+        "is read and updated whole, where it lies"
+    ] * 2
+
+
+def test_no_result_of_a_step_waits_for_the_check_of_its_ids() -> None:
+    assert graph_of(optax.adam(0.1)).fetches == ("['loss']",)
+
+
+def test_a_table_beside_it_whose_rows_alone_change_goes_by_rows() -> None:
+    graph = graph_of(adam_of_users_alone())
+    assert operations(graph).count("unique_rows") == 1
+    notes = dict(note.split(maxsplit=1) for note in graph.notes)
+    assert notes["params/user/embedding"].startswith("is read and updated whole")
+    assert notes["params/item/embedding"].startswith("travels by rows: at most 8 of")
+
+
+@pytest.mark.parametrize("make", [lambda: optax.adam(0.1), adam_of_users_alone])
+def test_numbers_are_those_of_arrays_bit_for_bit(make: Any) -> None:
+    for ours, plain in zip(
+        trained(make(), "auto"), trained(make(), "off"), strict=True
+    ):
+        np.testing.assert_array_equal(ours, plain)
+
+
+@pytest.mark.parametrize("table", ["user", "item"])
+def test_an_id_without_a_row_is_named_with_its_table_and_changes_nothing(
+    table: str,
+) -> None:
+    bad = DATA | {table: np.full_like(DATA[table], ROWS)}
+    trainer = Trainer(TwoTables(), loss, adam_of_users_alone())
+    before = [np.array(value) for value in trainer.current_values()]
+    told = rf"has the id {ROWS} at step 0, and params/{table}/embedding has {ROWS} rows"
+    with pytest.raises(RowIdError, match=told):
+        trainer.fit(bad, steps=3, batch_size=BATCH, progress=False)
+    for now, then in zip(trainer.current_values(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+    assert trainer.fit(DATA, steps=2, batch_size=BATCH, progress=False).steps == 2
