@@ -1,7 +1,8 @@
 """Commands about clusters: start, show, check, stop."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +18,9 @@ from jgraph.cli.options import (
     target_of,
 )
 from jgraph.clock import SystemClock
+
+if TYPE_CHECKING:
+    from jgraph.graph.device import TaskName
 
 
 def doctor(
@@ -182,7 +186,7 @@ def scale(
     from jgraph.client.cluster import connect_as_is
     from jgraph.client.runs.scaling import Scaler
     from jgraph.errors import RescaleError
-    from jgraph.launch.local.daemon import start_tasks
+    from jgraph.launch.local.daemon import forget_tasks, start_tasks
 
     where, began = target_of(target, name), SystemClock()
     if workers is None and ps is None:
@@ -198,11 +202,15 @@ def scale(
             )
         start_tasks(name, job, count)
 
+    def ended(tasks: Sequence["TaskName"]) -> None:
+        if target is None:
+            forget_tasks(name, tasks)
+
     since_s = began.now()
     files = {"tls": tls_dir, "token_file": token_file}
     # One that is lost is the first to leave.
     with connect_as_is(where, timeout_s=timeout, **files) as cluster:
-        acts = start, cluster.leave, cluster.announce, lambda tasks: None
+        acts = start, cluster.leave, cluster.announce, ended
         Scaler(cluster, *acts, timeout_s=timeout).scale(*map(_count, (workers, ps)))
         arrangement = cluster.arrangement
         there = {job: cluster.tasks(job) for job in ("worker", "ps")}

@@ -41,6 +41,7 @@ from jgraph.errors import (
     ConfigError,
     RescaleError,
     TaskLostError,
+    UnknownDeviceError,
     hints,
 )
 from jgraph.errors.tracebacks import short_traceback
@@ -86,6 +87,7 @@ class Cluster(Connection):
         super().__init__(address, transport, reply, tls, token_file)
         self._sessions: list[Session] = []
         self._dashboards: list[Dashboard] = []
+        self._scaling = threading.Lock()
         self.notes = EventLog(CLIENT)
 
     @property
@@ -206,7 +208,7 @@ class Cluster(Connection):
         scaler = Scaler(
             self, self._start_tasks, self.leave, self.announce, self._forget_tasks
         )
-        scaler = replace(scaler, timeout_s=timeout_s, wait=wait)
+        scaler = replace(scaler, turn=self._scaling, timeout_s=timeout_s, wait=wait)
         there = scaler.scale(workers, ps)
         return there["ps" if workers is None else "worker"]
 
@@ -220,10 +222,11 @@ class Cluster(Connection):
     def leave(self, task: TaskName) -> None:
         """Tells a task to end, and to be no task of the cluster any more.
 
-        One that is lost has ended, and is none once its cluster has seen that.
+        One that is lost has ended, and is none once its cluster has seen that; so has
+        one that somebody else told, too.
         """
         self.announce(task)
-        with suppress(ClusterUnreachableError, TaskLostError):
+        with suppress(ClusterUnreachableError, TaskLostError, UnknownDeviceError):
             self.drain(task)
 
     def announce(self, task: TaskName) -> None:

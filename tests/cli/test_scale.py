@@ -6,9 +6,11 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.cli import Shell
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(150)]
 
@@ -43,17 +45,25 @@ def ended(server: subprocess.Popen[str]) -> int:
 def test_a_cluster_of_this_machine_has_more_workers_and_fewer(
     jgraph: Shell, tmp_path: Path
 ) -> None:
-    started = jgraph("up", "--ps", "1", "--workers", "1", "--json")
+    started = jgraph("up", "--ps", "1", "--workers", "2", "--json")
     assert started.returncode == 0, started.stderr
     target = json.loads(started.stdout)["target"]
+
+    def pids() -> dict[str, int]:
+        state = json.loads(next((tmp_path / "clusters").glob("*.json")).read_text())
+        return dict(state["pids"])
+
+    psutil.Process(pids()["/job:worker/task:1"]).kill()
+    assert workers(jgraph, "--workers", "1") == ["0"]
+    # Nor is it started again: it has left.
+    wait_until(lambda: "/job:worker/task:1" not in pids())
     assert workers(jgraph, "--workers", "2") == ["0", "1"]
-    state = json.loads(next((tmp_path / "clusters").glob("*.json")).read_text())
-    assert "/job:worker/task:1" in state["pids"]
+    assert "/job:worker/task:1" in pids()
     more = jgraph.start("server", "--job", "worker", "--join", target, "--json")
     assert joined_as(more) == "/job:worker/task:2"
     shown = json.loads(jgraph("status", "--json").stdout)
     assert len(shown["tasks"]) == 4
-    assert shown["arrangement"] == 2
+    assert shown["arrangement"] == 4  # one was told to leave, and left, and two joined
     assert workers(jgraph, target, "--workers", "-1") == ["0", "1"]
     assert ended(more) == 0
     assert workers(jgraph, "--workers", "1") == ["0"]

@@ -2,10 +2,11 @@
 
 import itertools
 import re
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Final, final
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias, final
 
 from jgraph.client.connection import Connection
 from jgraph.client.logs import EventTail
@@ -38,6 +39,8 @@ _STAGES: Final = (
     "into a pipeline of other tasks"
 )
 _CHANGE: Final = re.compile(r"[+-]\d{1,6}")
+_Waiting: TypeAlias = Callable[[Polling], list[TaskName]]
+"""Waits for what was begun; returns the tasks that there are then."""
 _NAMES: Final[Mapping[str, str]] = {"worker": "workers", "ps": "parameter servers"}
 _ARGUMENTS: Final[Mapping[str, str]] = {"worker": "workers", "ps": "ps"}
 
@@ -53,6 +56,8 @@ class Scaler:
       leave: tells a task to end, and to be no task of the cluster any more.
       announce: says that a task will leave, which goes on until it is told to.
       ended: learns which have left.
+      turn: held while it is decided who starts, or leaves, and they are told; two of
+        one client that count from what there is do so one after the other.
       timeout_s: how long to wait.
       wait: until those that join take part in the runs that take them.
     """
@@ -62,6 +67,7 @@ class Scaler:
     leave: Callable[[TaskName], None]
     announce: Callable[[TaskName], None]
     ended: Callable[[Sequence[TaskName]], None]
+    turn: threading.Lock = field(default_factory=threading.Lock)
     timeout_s: float = SCALE_S
     wait: bool = True
 
@@ -77,6 +83,22 @@ class Scaler:
         check_seconds("timeout_s", self.timeout_s)
         if workers is None and ps is None:
             wanted_tasks("worker", workers, 0)  # refuses it
+        polling = Polling(_POLL_S, self.timeout_s)
+        if not self.turn.acquire(timeout=self.timeout_s):
+            raise DeadlineError(
+                f"scale waited {self.timeout_s:g} s for another scale of this client, "
+                "which starts tasks; nothing was done, call it again"
+            )
+        try:
+            begun = self._begin(workers, ps)
+        finally:
+            self.turn.release()
+        return {job: wait(polling) for job, wait in begun.items()}
+
+    def _begin(
+        self, workers: int | str | None, ps: int | str | None
+    ) -> dict[str, _Waiting]:
+        """Starts tasks, and tells others to leave; returns what waits for them."""
         status = self.cluster.status_now()
         lost = set(map(TaskName, status.missing))
         leaves = {TaskName(t.task) for t in status.tasks if t.state != "ready"}
@@ -89,23 +111,21 @@ class Scaler:
         for job, count in wanted.items():
             for run in runs:
                 _check_bounds(run, job, count, len(self.cluster.tasks(job)))
-        polling = Polling(_POLL_S, self.timeout_s)
-        there = {}
+        begun = {}
         for job, count in wanted.items():
             if job == "ps":
-                there[job] = self._scale_ps(count, runs, lost, polling)
+                begun[job] = self._scale_ps(count, runs, lost)
             else:
                 leavers = who_leaves(self.cluster.tasks(job), count, lost, leaves)
-                there[job] = self._scale_workers(count, leavers, runs, polling)
-        return there
+                begun[job] = self._scale_workers(count, leavers, runs)
+        return begun
 
     def _scale_workers(
         self,
         wanted: int,
         leavers: Sequence[TaskName],
         runs: Sequence[RunInfo],
-        polling: Polling,
-    ) -> list[TaskName]:
+    ) -> _Waiting:
         before = self.cluster.tasks("worker")
         events = EventTail(self.cluster.transport, self.cluster.spec)
         if self.wait and runs:
@@ -116,12 +136,16 @@ class Scaler:
             self.start("worker", wanted - len(before))
         for task in leavers:
             self.leave(task)
-        if not self.wait:
-            return [task for task in before if task not in leavers]
-        self._wait_members("worker", wanted, leavers, polling)
-        self.ended(leavers)
-        self._wait_taking_part([run.name for run in runs], events, polling)
-        return self.cluster.tasks("worker")
+
+        def wait(polling: Polling) -> list[TaskName]:
+            if not self.wait:
+                return [task for task in before if task not in leavers]
+            self._wait_members("worker", wanted, leavers, polling)
+            self.ended(leavers)
+            self._wait_taking_part([run.name for run in runs], events, polling)
+            return self.cluster.tasks("worker")
+
+        return wait
 
     def _check_holds_nothing(self, task: TaskName, runs: Sequence[str]) -> None:
         """Refuses to let a worker go that holds what is nobody's copy.
@@ -142,8 +166,7 @@ class Scaler:
         wanted: int,
         runs: Sequence[RunInfo],
         lost: Collection[TaskName],
-        polling: Polling,
-    ) -> list[TaskName]:
+    ) -> _Waiting:
         before = self.cluster.tasks("ps")
         leavers = before[wanted:]  # a run has its variables on the first ones
         elastic = [run for run in runs if run.ps_bounds is not None]
@@ -158,15 +181,19 @@ class Scaler:
         for task in reversed(leavers):
             self.announce(task)
         names = [run.name for run in runs]
-        if leavers:  # who leaves ends when nobody needs it any more
-            self._let_leave(wanted, names, polling)
-        elif self.wait:
-            self._wait_moved(wanted, names, polling)
-        if not self.wait:
-            return before[:wanted]
-        self._wait_members("ps", wanted, leavers, polling)
-        self.ended(leavers)
-        return self.cluster.tasks("ps")
+
+        def wait(polling: Polling) -> list[TaskName]:
+            if leavers:  # who leaves ends when nobody needs it any more
+                self._let_leave(wanted, names, polling)
+            elif self.wait:
+                self._wait_moved(wanted, names, polling)
+            if not self.wait:
+                return before[:wanted]
+            self._wait_members("ps", wanted, leavers, polling)
+            self.ended(leavers)
+            return self.cluster.tasks("ps")
+
+        return wait
 
     def _let_leave(self, wanted: int, names: Sequence[str], polling: Polling) -> None:
         """Lets ps leave that are too many, once nothing is on them.

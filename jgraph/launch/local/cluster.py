@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
@@ -17,7 +18,7 @@ from jgraph.cluster.options import check_sources
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
 from jgraph.cluster.wait_message import show_wait
 from jgraph.coordination.liveness.freezes import FROZEN_S
-from jgraph.errors import RescaleError, hints
+from jgraph.errors import RescaleError, UnknownDeviceError, hints
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
 from jgraph.launch.local.freezes import check_frozen_s
@@ -221,7 +222,8 @@ class LocalCluster(Cluster):
 
     def _forget_tasks(self, tasks: Sequence[TaskName]) -> None:
         for task in tasks:
-            self._processes.forget(task)
+            with suppress(UnknownDeviceError):  # started elsewhere, or forgotten before
+                self._processes.forget(task)
 
     def _check_elastic(self) -> None:
         if not self._is_elastic:

@@ -9,10 +9,12 @@ import json
 import logging
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +34,7 @@ from jgraph.errors import (
     StartError,
     UnknownDeviceError,
 )
+from jgraph.graph.device import TaskName
 from jgraph.launch.local.processes import TaskProcesses, check_counts, hand_over_stdout
 from jgraph.launch.local.restarts import check_restarts
 from jgraph.rpc.security.token import home
@@ -39,6 +42,8 @@ from jgraph.rpc.security.token import home
 _NAME: Final = re.compile(r"[\w-]{1,100}")
 _START_S = 90.0
 _END_S = 20.0
+_ORDERS: Final = ".orders"
+"""How the names of files of orders end."""
 
 
 @final
@@ -199,9 +204,32 @@ def start_tasks(name: str, job: str, count: int) -> None:
     Raises:
       ClusterUnreachableError: no such cluster runs.
     """
+    _order(name, f"start {job} {count}")
+
+
+def forget_tasks(name: str, tasks: Sequence[TaskName]) -> None:
+    """Lets the daemon of a named cluster end tasks that have left it, for good.
+
+    Raises:
+      ClusterUnreachableError: no such cluster runs.
+    """
+    if tasks:
+        _order(name, *(f"forget {task}" for task in tasks))
+
+
+def _order(name: str, *lines: str) -> None:
+    """Gives a daemon orders, in a file of their own: others may do so as well."""
     cluster = named_cluster(name)
-    _wanted_file(name).write_text(f"{job} {count}")
+    written = _state_file(name).with_suffix(f".{secrets.token_hex(4)}.new")
+    written.write_text("\n".join(lines))
+    written.rename(written.with_suffix(_ORDERS))
     os.kill(cluster.daemon, signal.SIGHUP)
+
+
+def _orders(name: str) -> list[Path]:
+    """Returns the files of orders that a daemon has not carried out yet."""
+    state = _state_file(name)
+    return sorted(state.parent.glob(f"{state.stem}.*{_ORDERS}"))
 
 
 def log_of(name: str, task: str) -> Path:
@@ -258,11 +286,6 @@ def _state_file(name: str) -> Path:
     return state_directory() / f"{name}.json"
 
 
-def _wanted_file(name: str) -> Path:
-    """Returns the file that says how many more tasks a daemon is to start."""
-    return _state_file(name).with_suffix(".wanted")
-
-
 def _is_daemon(pid: int) -> bool:
     # A process id is given to others after its end: look at what it runs.
     try:
@@ -272,15 +295,26 @@ def _is_daemon(pid: int) -> bool:
     return "jgraph.launch.local.daemon" in command
 
 
-def _start_wanted(tasks: TaskProcesses, wanted: Path) -> None:
-    """Starts the tasks that a file asks for, once."""
+def _carry_out(tasks: TaskProcesses, orders: Path) -> None:
+    """Starts the tasks that a file asks for, once, and forgets those that left."""
     try:
-        job, count = wanted.read_text().split()
-        wanted.unlink()
-        tasks.forget_ended()
-        tasks.start_joiners(int(count), job)
+        lines = orders.read_text().splitlines()
+        orders.unlink()
+        for act, *words in map(str.split, lines):
+            if act == "forget":
+                with suppress(UnknownDeviceError):  # it was forgotten before
+                    tasks.forget(TaskName(words[0]))
+            else:
+                job, count = words
+                tasks.forget_ended()
+                tasks.start_joiners(int(count), job)
     except (OSError, ValueError, JGError):
-        logging.getLogger("jgraph.restarts").exception("no tasks were started")
+        logging.getLogger("jgraph.restarts").exception("orders were not carried out")
+
+
+def _carry_out_all(tasks: TaskProcesses, name: str) -> None:
+    for orders in _orders(name):
+        _carry_out(tasks, orders)
 
 
 def main(
@@ -311,6 +345,8 @@ def main(
             new.write_text(json.dumps(asdict(cluster)))
             new.replace(path)
 
+    for old in _orders(name):  # of a daemon that was killed
+        old.unlink()
     counts = {"ps": ps, "worker": workers}
     board: Dashboard | None = None
     tasks = TaskProcesses(counts, Path(log_dir), {}, restarts=restarts, on_start=note)
@@ -326,7 +362,7 @@ def main(
             wait_signalled(woken)
             woken.clear()
             if not ended.is_set():
-                _start_wanted(tasks, _wanted_file(name))
+                _carry_out_all(tasks, name)
     finally:
         if board is not None:
             board.close()

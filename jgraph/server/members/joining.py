@@ -14,7 +14,12 @@ from typing import Any, Final
 from jgraph.clock import SystemClock
 from jgraph.cluster import event_loop
 from jgraph.cluster.spec import ClusterSpec
-from jgraph.cluster.transport_choice import address_of, as_tls, certificates_of
+from jgraph.cluster.transport_choice import (
+    address_of,
+    as_tls,
+    certificates_of,
+    is_loopback,
+)
 from jgraph.errors import (
     AddressError,
     CertificateError,
@@ -80,6 +85,13 @@ def join_cluster(
             f"--dial-only does not go with --job {job:.80}: all workers dial a "
             f"{job:.80}, so it has to listen; leave --dial-only out, or join as "
             "--job worker"
+        )
+    bind = str(options.get("bind", "127.0.0.1"))
+    if host is not None and is_loopback(bind) and not is_loopback(host):
+        raise ConfigError(
+            f"--host {host:.80} is where other tasks dial this one, and it listens on "
+            f"{bind} alone, where no other host reaches it; add --bind 0.0.0.0, and "
+            "--tls-dir, or leave --host out if all tasks are on this host"
         )
     indices = _indices(tls, job)
     task = TaskName(f"/job:{job}/task:{indices[0]}") if indices else None

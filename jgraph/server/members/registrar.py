@@ -17,6 +17,7 @@ import jax
 from jgraph.cluster.deadlines import CONTROL_S
 from jgraph.cluster.events import EventLog
 from jgraph.cluster.methods import Answer
+from jgraph.cluster.transport_choice import is_loopback
 from jgraph.coordination.liveness.members import (
     LEASE_S,
     Adopted,
@@ -246,9 +247,15 @@ class Registrar:
             if (status.task, status.incarnation) != (task, incarnation):
                 why = f"{status.task}, another process, is there"
         if why:
+            remedy = "give an address that all tasks reach: --host"
+            if is_loopback(address.rpartition(":")[0]):
+                remedy = (
+                    "it listens for its own host alone; let it listen for others with "
+                    "--bind 0.0.0.0, and --tls-dir"
+                )
             raise RescaleError(
                 f"{task} would join, and {self._context.task} does not reach it at "
-                f"{address}: {why}; give an address that all tasks reach: --host",
+                f"{address}: {why}; {remedy}",
                 address=address,
             )
 

@@ -1,5 +1,6 @@
 """What cannot be asked of the number of workers is refused, and nothing changes."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from jgraph import Variable, function
 from jgraph.client.cluster import Cluster, connect, connect_as_is
 from jgraph.client.runs.scaling import wanted_tasks
 from jgraph.errors import ConfigError, JGError, RescaleError
+from jgraph.server.members.joining import join_cluster
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.elastic import Elastic
 from tests.support.counting import BATCH, IDS, after, trainer
@@ -81,6 +83,35 @@ def test_a_worker_that_is_lost_is_the_first_that_leaves() -> None:
                     f"/job:worker/task:{index}" for index in (0, 2)
                 ]
             assert cluster.scale(ps=1) == ["/job:ps/task:0"]  # no run has used it
+    finally:
+        servers.stop()
+
+
+def test_two_that_scale_at_once_count_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two threads start two workers; who has left meanwhile may be told to leave."""
+    servers = Servers(ps=1, worker=2)
+
+    def start(job: str, count: int) -> None:
+        joined = [join_cluster(servers.servers[0].target, job) for _ in range(count)]
+        servers.servers.extend(joined)
+
+    try:
+        with (
+            connect(servers.servers[0].target, timeout_s=20) as cluster,
+            connect(servers.servers[0].target, timeout_s=20) as other,
+            ThreadPoolExecutor(2) as pool,
+        ):
+            monkeypatch.setattr(cluster, "_start_tasks", start)
+            both = [pool.submit(cluster.scale, workers=4) for _ in range(2)]
+            assert [len(one.result(30)) for one in both] == [4, 4]
+            other.refresh()
+            cluster.scale(workers=2)
+            for task in other.tasks("worker")[2:]:
+                other.leave(task)
+            assert other.renewed_tasks("worker") == cluster.tasks("worker")
+            assert len(cluster.tasks("worker")) == 2
     finally:
         servers.stop()
 

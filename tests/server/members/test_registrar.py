@@ -21,7 +21,13 @@ from jgraph.coordination.liveness.members import (
     Member,
     Served,
 )
-from jgraph.errors import FencedError, RescaleError, TokenError, VersionError
+from jgraph.errors import (
+    ConfigError,
+    FencedError,
+    RescaleError,
+    TokenError,
+    VersionError,
+)
 from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -143,6 +149,23 @@ def test_one_that_is_not_where_it_says_is_no_member(here: Servers) -> None:
         for address in ("127.0.0.1:1", here.server(PS).address):
             with pytest.raises(RescaleError, match="does not reach it at"):
                 cluster.call("Master.Join", join_request(given, 7, address))
+        assert cluster.status().arrangement == 0
+
+
+@pytest.mark.bad_input_row(27)
+def test_one_that_listens_for_its_own_host_alone_is_told_how_others_reach_it(
+    here: Servers,
+) -> None:
+    target = here.servers[0].target
+    with pytest.raises(ConfigError, match=r"no other host reaches it; add --bind 0"):
+        join_cluster(target, "worker", host="nodeA")
+    with connect(here.server(PS).target, timeout_s=20) as cluster:
+        reply = cluster.call("Master.Join", join_request(TaskName(""), 7, job="worker"))
+        given = body_of(reply).task
+        with pytest.raises(RescaleError, match="own host alone; let it"):
+            cluster.call("Master.Join", join_request(given, 7, "127.0.0.1:1"))
+        with pytest.raises(RescaleError, match="an address that all tasks reach"):
+            cluster.call("Master.Join", join_request(given, 7, "no.invalid:1"))
         assert cluster.status().arrangement == 0
 
 
