@@ -90,10 +90,10 @@ class Scaler:
                 "which starts tasks; nothing was done, call it again"
             )
         try:
-            begun = self._begin(workers, ps)
+            waits = self._begin(workers, ps)
         finally:
             self.turn.release()
-        return {job: wait(polling) for job, wait in begun.items()}
+        return {job: wait(polling) for job, wait in waits.items()}
 
     def _begin(
         self, workers: int | str | None, ps: int | str | None
@@ -111,14 +111,14 @@ class Scaler:
         for job, count in wanted.items():
             for run in runs:
                 _check_bounds(run, job, count, len(self.cluster.tasks(job)))
-        begun = {}
+        waits = {}
         for job, count in wanted.items():
             if job == "ps":
-                begun[job] = self._scale_ps(count, runs, lost)
+                waits[job] = self._scale_ps(count, runs, lost)
             else:
                 leavers = who_leaves(self.cluster.tasks(job), count, lost, leaves)
-                begun[job] = self._scale_workers(count, leavers, runs)
-        return begun
+                waits[job] = self._scale_workers(count, leavers, runs)
+        return waits
 
     def _scale_workers(
         self,

@@ -164,12 +164,14 @@ class Balance:
     Times are those of a microbatch, forward and back.
 
     Attributes:
-      stages: in order.
+      stages: in order; with replicas those of the first one.
       even_s: what the slowest stage would take if each had as many layers.
+      others: the same stages on the tasks of each other replica.
     """
 
     stages: tuple[StageCost, ...]
     even_s: float
+    others: tuple[tuple[StageCost, ...], ...] = ()
 
     @property
     def bounds(self) -> Bounds:
@@ -179,7 +181,8 @@ class Balance:
     @property
     def slowest_s(self) -> float:
         """What the slowest stage takes."""
-        return max(stage.seconds for stage in self.stages)
+        rows = self.stages, *self.others
+        return max(stage.seconds for row in rows for stage in row)
 
     @property
     def layers_text(self) -> str:
@@ -187,13 +190,16 @@ class Balance:
         return ", ".join(str(stage.end - stage.first) for stage in self.stages)
 
     def __str__(self) -> str:
+        rows = self.stages, *self.others
+        many = f"{len(rows)} times " if self.others else ""
         title = (
-            f"{count_text(self.stages[-1].end, 'layer')} on "
+            f"{count_text(self.stages[-1].end, 'layer')} on {many}"
             f"{count_text(len(self.stages), 'task')}: the slowest stage takes "
             f"{ms_text(self.slowest_s)} for a microbatch, and {ms_text(self.even_s)} "
             "if all had as many layers"
         )
-        return "\n".join([title, *(f"  {stage}" for stage in self.stages)])
+        lines = (f"  {stage}" for row in rows for stage in row)
+        return "\n".join([title, *lines])
 
     def __repr__(self) -> str:
         return f"<Balance of {self.layers_text} layers; print it to see why>"
@@ -214,6 +220,7 @@ class Chain:
       model: of the tasks and the links between them.
       limits: bytes that tasks may use; those not named may use any.
       waiting: bytes of a batch that the first task has before it takes them.
+      beside: tasks of other replicas, which compute at the same time.
     """
 
     layers: Sequence[LayerCost]
@@ -222,6 +229,7 @@ class Chain:
     model: CostModel
     limits: Mapping[TaskName, int]
     waiting: int = 0
+    beside: Sequence[TaskName] = ()
     _seconds: list[list[float]] = field(default_factory=list)
     _sums: list[list[int]] = field(default_factory=list)
     _extra: list[list[int]] = field(default_factory=list)
@@ -230,33 +238,48 @@ class Chain:
         for name in ("stored_nbytes", "gradient_nbytes", "held_nbytes"):
             sizes = (getattr(layer, name) for layer in self.layers)
             self._sums.append([0, *accumulate(sizes)])
-        hosts = [self.model.tasks[task].host for task in self.tasks]
-        for task, host in zip(self.tasks, hosts, strict=True):
-            # Once the pipeline is full, all of its tasks compute.
-            times = self.model.slowdown(host, hosts.count(host))
+        hosts = [self.model.tasks[task].host for task in (*self.tasks, *self.beside)]
+        for task in self.tasks:
             speed = self.model.tasks[task]
+            # Once the pipeline is full, all of its tasks compute.
+            times = self.model.slowdown(speed.host, hosts.count(speed.host))
             each = (times * speed.seconds(layer.work) for layer in self.layers)
             self._seconds.append([0.0, *accumulate(each)])
         extra = [layer.extra_nbytes for layer in self.layers]
         self._extra = [[*accumulate(extra[n:], max)] for n in range(len(extra))]
 
-    def balance(self) -> Balance:
+    def balance(self, others: Sequence["Chain"] = ()) -> Balance:
         """Returns the best cut.
+
+        Args:
+          others: the same layers on the tasks of each other replica. A step ends with
+            its slowest stage, of whichever replica that is, and all have one cut.
 
         Raises:
           MemoryLimitError: none keeps the limits; names the bytes and the limits.
         """
         count, stages = len(self.layers), len(self.tasks)
-        bounds = least_bounds(count, stages, self._price)
+        chains = self, *others
+
+        def slowest(*part: int) -> float:
+            return max(chain.price(*part) for chain in chains)
+
+        def largest(*part: int) -> float:
+            return max(chain.excess(*part) for chain in chains)
+
+        bounds = least_bounds(count, stages, slowest)
         if bounds is None:
-            raise self._too_large(least_bounds(count, stages, self._excess) or ())
+            raise _too_large(chains, least_bounds(count, stages, largest) or ())
         even = [stage * count // stages for stage in range(stages + 1)]
+        first, *rest = (tuple(chain.stages(bounds)) for chain in chains)
         return Balance(
-            tuple(self._stages(bounds)),
-            max(stage.seconds for stage in self._stages(even)),
+            first,
+            max(stage.seconds for chain in chains for stage in chain.stages(even)),
+            tuple(rest),
         )
 
-    def _stages(self, bounds: Sequence[int]) -> list[StageCost]:
+    def stages(self, bounds: Sequence[int]) -> list[StageCost]:
+        """Returns the stages of a cut."""
         return [self._stage(n, *part) for n, part in enumerate(pairwise(bounds))]
 
     def _stage(self, stage: int, first: int, end: int) -> StageCost:
@@ -273,8 +296,9 @@ class Chain:
             limit=self.limits.get(task),
         )
 
-    def _price(self, stage: int, first: int, end: int) -> float:
-        if self._excess(stage, first, end):
+    def price(self, stage: int, first: int, end: int) -> float:
+        """Returns what a stage takes; infinite: beyond the limit of its task."""
+        if self.excess(stage, first, end):
             return math.inf
         return self._computing_s(stage, first, end) + self._sending_s(stage, end)
 
@@ -291,7 +315,7 @@ class Chain:
         ahead = self.model.link(here, there).seconds(last.output_nbytes)
         return ahead + self.model.link(there, here).seconds(last.returned_nbytes)
 
-    def _excess(self, stage: int, first: int, end: int) -> int:
+    def excess(self, stage: int, first: int, end: int) -> int:
         """Returns the bytes beyond the limit of the task."""
         limit = self.limits.get(self.tasks[stage])
         if limit is None:
@@ -306,16 +330,18 @@ class Chain:
         values += self._extra[first][end - first - 1]
         return stored + gradients + values + (0 if stage else self.waiting)
 
-    def _too_large(self, bounds: Bounds) -> MemoryLimitError:
-        stages = self._stages(bounds)
-        over = [s for s in stages if s.limit is not None and s.nbytes > s.limit]
-        used = {stage.task: stage.nbytes for stage in over}
-        return MemoryLimitError(
-            f"{count_text(len(self.layers), 'layer')} do not fit "
-            f"{count_text(len(self.tasks), 'task')}: in the best cut found "
-            f"{over_text(self.limits, used)}, for variables, gradients, and what "
-            "is kept of microbatches; give jg.auto a larger memory_limit, or more "
-            "tasks, or more microbatches",
-            memory=[f"{stage.task} {stage.nbytes}" for stage in over],
-            limits=[f"{stage.task} {stage.limit}" for stage in over],
-        )
+
+def _too_large(chains: Sequence[Chain], bounds: Bounds) -> MemoryLimitError:
+    stages = [stage for chain in chains for stage in chain.stages(bounds)]
+    over = [s for s in stages if s.limit is not None and s.nbytes > s.limit]
+    used = {stage.task: stage.nbytes for stage in over}
+    first = chains[0]
+    return MemoryLimitError(
+        f"{count_text(len(first.layers), 'layer')} do not fit "
+        f"{count_text(len(first.tasks), 'task')}: in the best cut found "
+        f"{over_text(first.limits, used)}, for variables, gradients, and what "
+        "is kept of microbatches; give jg.auto a larger memory_limit, or more "
+        "tasks, or more microbatches",
+        memory=[f"{stage.task} {stage.nbytes}" for stage in over],
+        limits=[f"{stage.task} {stage.limit}" for stage in over],
+    )

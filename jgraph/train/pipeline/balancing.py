@@ -1,6 +1,7 @@
 """Load balancing of a pipeline: its tasks, and the stages that its layers make."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -12,12 +13,12 @@ from jgraph.client.placement.auto import AutoPlacement
 from jgraph.errors import PipelineError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName
-from jgraph.plan.auto.chain import Balance, Chain
+from jgraph.plan.auto.chain import Balance, Chain, LayerCost
 from jgraph.plan.schedule import Schedule
 from jgraph.train.data.fields import split_batch
 from jgraph.train.model.trees import Tree
 from jgraph.train.pipeline.layer_costs import layer_costs, stored_nbytes, tree_nbytes
-from jgraph.train.pipeline.replicas import TaskArray, task_rows
+from jgraph.train.pipeline.replicas import Rows, TaskArray, dealt, task_rows
 from jgraph.train.pipeline.stage import Stage
 from jgraph.train.pipeline.stage_passes import is_float, type_of
 
@@ -25,15 +26,18 @@ from jgraph.train.pipeline.stage_passes import is_float, type_of
 def balanced_tasks(
     balance: AutoPlacement,
     layers: int,
-    tasks: int | Sequence[str] | None,
+    tasks: TaskArray | None,
+    replicas: int | None,
     schedule: str,
-) -> list[str]:
-    """Returns the tasks of a balanced pipeline's stages, one each.
+) -> Rows:
+    """Returns the tasks of a balanced pipeline's stages, one each, per replica.
 
     Args:
       balance: what knows the speeds of tasks.
       layers: how many there are to cut.
-      tasks: devices, or the first so many of those of ``balance``; all if unset.
+      tasks: devices, or how many of those of ``balance`` each replica has, from the
+        first on; all if unset.
+      replicas: how many there are; the rows of ``tasks``, or 1, if unset.
       schedule: its name.
 
     Raises:
@@ -49,15 +53,24 @@ def balanced_tasks(
             "balance= cuts one stage for each task, and 'interleaved' has several; "
             "choose schedule='1f1b' or 'gpipe', or give stages without balance="
         )
-    offered = balance.planner.tasks
-    if isinstance(tasks, int):
-        if not 1 <= tasks <= len(offered):
-            raise PipelineError(
-                f"tasks is {tasks}, and balance has {len(offered)} "
-                f"({', '.join(offered)}); give 1 to {len(offered)}, or their names"
-            )
-        offered = offered[:tasks]
-    names = list(offered if tasks is None or isinstance(tasks, int) else tasks)
+    rows = _rows(balance.planner.tasks, tasks, replicas)
+    check_known(balance, rows)
+    stages = len(rows[0]) if rows else 0
+    if layers < stages:
+        raise PipelineError(
+            f"balance= cannot cut {layers} layers for {stages} tasks; give at "
+            "least as many layers, or tasks= with fewer"
+        )
+    return rows
+
+
+def check_known(balance: AutoPlacement, rows: Rows) -> None:
+    """Refuses tasks of which nobody knows how fast they are, and one for two stages.
+
+    Raises:
+      PipelineError: names the task.
+    """
+    names = [name for row in rows for name in row]
     homes = [task_of(name) for name in names]
     known = balance.cost_model.tasks
     for name, home in zip(names, homes, strict=True):
@@ -71,35 +84,36 @@ def balanced_tasks(
                 f"tasks names '{home}' more than once, and balance= cuts one stage for "
                 "each task; name each once"
             )
-    if layers < len(names):
-        raise PipelineError(
-            f"balance= cannot cut {layers} layers for {len(names)} tasks; give at "
-            "least as many layers, or tasks= with fewer"
-        )
-    return names
 
 
-def of_one_replica(
-    tasks: TaskArray | None, replicas: int | None
-) -> int | Sequence[str] | None:
-    """Returns the tasks of layers that are to be cut, which are those of one replica.
-
-    Raises:
-      PipelineError: there are several replicas, or ``tasks`` are no devices.
+def _rows(
+    offered: Sequence[str], tasks: TaskArray | None, replicas: int | None
+) -> Rows:
+    """Returns the devices of each replica, of those that there are.
 
     Example:
-      >>> of_one_replica([["worker:0", "worker:1"]], None)
-      ('worker:0', 'worker:1')
+      >>> _rows(["a", "b", "c", "d"], 1, 2)
+      (('a',), ('b',))
+      >>> _rows(["a", "b", "c", "d"], None, 2)
+      (('a', 'b'), ('c', 'd'))
     """
     rows = task_rows(1 if tasks is None else tasks, replicas)
-    if len(rows) > 1:
-        raise PipelineError(
-            "balance= cuts layers for the tasks of one replica, and there are "
-            f"{len(rows)}; leave replicas out, or give stages without balance="
+    if tasks is not None and not isinstance(tasks, int):
+        return rows
+    count = replicas or 1
+    most = len(offered) // count
+    if tasks is None and most:
+        return dealt(offered, count)
+    if tasks is None or not 1 <= tasks <= most:
+        what = f"tasks is {tasks}" if tasks is not None else f"replicas is {count}"
+        each = (
+            f" for each of {count} replicas" if tasks is not None and count > 1 else ""
         )
-    if tasks is None or isinstance(tasks, int):
-        return tasks
-    return rows[0] if rows else ()
+        raise PipelineError(
+            f"{what}, and balance has {len(offered)} ({', '.join(offered)}); give "
+            f"1 to {most or len(offered)}{each}, or their names"
+        )
+    return dealt(offered[: tasks * count], count)
 
 
 def task_of(name: str) -> TaskName:
@@ -118,7 +132,7 @@ def balanced(
     params: Sequence[Tree],
     inputs: Tree,
     schedule: Schedule,
-    devices: Sequence[str],
+    replicas: Rows,
     *,
     tx: optax.GradientTransformation | None = None,
     tables: Mapping[str, Any] | None = None,
@@ -132,7 +146,7 @@ def balanced(
       params: of each.
       inputs: types of what the first one takes of a microbatch.
       schedule: of the stages.
-      devices: of the stages.
+      replicas: devices of the stages, for each replica.
       tx: the optimizer, if it is known.
       tables: that are on parameter servers, by name.
       input_gradients: whether those of the first layer's inputs are wanted.
@@ -145,15 +159,27 @@ def balanced(
     below = {name: type_of(table) for name, table in (tables or {}).items()}
     stored = stored_nbytes(types, tx, below)
     most_held = schedule.most_held()
-    chain = Chain(
-        layer_costs(layers, types, inputs, stored, input_gradients=input_gradients),
-        [task_of(name) for name in devices],
-        most_held,
-        balance.cost_model,
-        balance.planner.limits,
-        waiting=(schedule.microbatches - most_held[0]) * tree_nbytes(inputs),
-    )
-    return chain.balance()
+    costs = layer_costs(layers, types, inputs, stored, input_gradients=input_gradients)
+    first, *others = (tuple(map(task_of, row)) for row in replicas)
+
+    def chain(costs: Sequence[LayerCost], tasks: Sequence[TaskName]) -> Chain:
+        return Chain(
+            costs,
+            tasks,
+            most_held,
+            balance.cost_model,
+            balance.planner.limits,
+            waiting=(schedule.microbatches - most_held[0]) * tree_nbytes(inputs),
+            beside=[t for row in (first, *others) if row != tasks for t in row],
+        )
+
+    # Other replicas are sent parameters, and hold nothing of the optimizer.
+    sent = stored_nbytes(types, None, below)
+    without = [
+        replace(cost, stored_nbytes=nbytes)
+        for cost, nbytes in zip(costs, sent, strict=True)
+    ]
+    return chain(costs, first).balance([chain(without, row) for row in others])
 
 
 def microbatch_types(

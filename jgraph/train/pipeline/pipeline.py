@@ -26,8 +26,8 @@ from jgraph.train.model.trees import Tree
 from jgraph.train.pipeline.balancing import (
     balanced,
     balanced_tasks,
+    check_known,
     microbatch_types,
-    of_one_replica,
     stages_of,
 )
 from jgraph.train.pipeline.replicas import Rows, TaskArray, dealt, task_rows
@@ -67,7 +67,8 @@ class Pipeline:
         you like, of which neighbours make a stage for each of ``tasks`` (those of
         ``balance`` if unset), in their order. The slowest stage is made as short as
         can be, by the work of layers and the speeds of tasks and links, within the
-        limits of memory. Parameters, checkpoints and gradients are those of layers,
+        limits of memory. All replicas have one cut, for the slowest of them.
+        Parameters, checkpoints and gradients are those of layers,
         whatever the cut. It is made once, when types are known: by ``step`` or
         ``value_and_grad``.
 
@@ -140,12 +141,13 @@ class Pipeline:
         self._placement = balance
         self._batch: Tree = None
         self.balance: Balance | None = None
-        if balance is not None:
-            tasks = of_one_replica(tasks, replicas)
-            tasks = balanced_tasks(balance, len(self._layers), tasks, schedule)
         of_replica = len(self._layers) if tasks is None else tasks
-        rows = task_rows(of_replica, replicas)
-        self._is_dealt = isinstance(of_replica, int)
+        self._is_dealt = balance is None and isinstance(of_replica, int)
+        if balance is None:
+            rows = task_rows(of_replica, replicas)
+        else:
+            layers = len(self._layers)
+            rows = balanced_tasks(balance, layers, tasks, replicas, schedule)
         count = len(rows[0]) if rows else 0
         self.schedule: Schedule = schedule_of(
             schedule,
@@ -441,7 +443,7 @@ class Pipeline:
                 "for each replica"
             )
         if self._placement is not None:
-            of_one_replica(rows, None)
+            check_known(self._placement, rows)
         other = copy(self)
         other.replicas = self._of_stages(rows)
         return other
@@ -502,7 +504,7 @@ class Pipeline:
                 params,
                 inputs(),
                 self.schedule,
-                self.devices,
+                self.replicas,
                 **known,
             )
         return self.balance.bounds

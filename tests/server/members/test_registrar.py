@@ -152,7 +152,6 @@ def test_one_that_is_not_where_it_says_is_no_member(here: Servers) -> None:
         assert cluster.status().arrangement == 0
 
 
-@pytest.mark.bad_input_row(27)
 def test_one_that_listens_for_its_own_host_alone_is_told_how_others_reach_it(
     here: Servers,
 ) -> None:

@@ -250,10 +250,12 @@ def test_what_cannot_be_balanced_is_refused_with_a_sentence() -> None:
     refused("tasks names '/job:worker', and balance kn", tasks=["/job:worker"])
     refused("'/job:worker/task:0' more than once", tasks=[WORKERS[0], WORKERS[0]])
     refused("layer 1 .'int'. is no layer", layers=[layer, 3])
-    refused("tasks of one replica, and there are 2; leave", replicas=2)
-    rows = [[WORKERS[0]], [WORKERS[1]]]
-    refused("tasks of one replica, and there are 2; leave", tasks=rows)
     refused("replicas is 0; give how many", replicas=0)
+    refused("replicas is 3, and balance has 2", replicas=3)
+    refused("tasks is 2, and balance has 2 .*; give 1 to 1 for", tasks=2, replicas=2)
+    rows = [[WORKERS[0]], ["/job:worker/task:7"]]
+    refused("tasks names '/job:worker/task:7', and bal", tasks=rows)
+    refused("it can be part of one replica only", tasks=[[WORKERS[0]], [WORKERS[0]]])
 
 
 def test_a_cut_without_a_batch_or_for_layers_that_do_not_fit_is_refused() -> None:
@@ -272,13 +274,79 @@ def test_a_cut_without_a_batch_or_for_layers_that_do_not_fit_is_refused() -> Non
         pipe.value_and_grad(params, jnp.ones((8, 7)), jnp.ones((8, 4)))
 
 
-def test_towers_of_layers_that_are_cut_are_refused() -> None:
+def test_towers_of_layers_are_cut_for_the_slowest_of_each_stage() -> None:
     pipe = cut_like((3, 2))
     assert pipe.over(1) is pipe
-    with pytest.raises(PipelineError, match="one replica, and there are 2; leave"):
+    with pytest.raises(PipelineError, match="tasks names '/job:worker/task:2'"):
         jg.towers(pipe.loss, [WORKERS[:2], WORKERS[2:4]])
     with pytest.raises(PipelineError, match="give an array of devices"):
         jg.towers(pipe.loss, 2)
+    balance, rows = of_speeds([8e9, 5e9, 2e9, 9e9]), [WORKERS[:2], WORKERS[2:4]]
+    one = jg.Pipeline(
+        [layer] * LAYERS, squares, microbatches=2, tasks=2, balance=balance
+    )
+    params, (x, t) = params_of(LAYERS), batches(1)[0]
+    wanted = jax.jit(jax.value_and_grad(whole_loss))(params, x, t)
+    both = jax.jit(jg.towers(one.loss, rows))(params, x, t)
+    assert_same(both, wanted, exact=False)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "wanted"),
+    [
+        ([8e9, 2e9, 8e9, 2e9], (4, 1)),
+        ([8e9, 2e9, 2e9, 8e9], (3, 2)),  # as if each stage had the slowest task
+        ([8e9, 2e9, 1e9, 8e9], (2, 3)),
+        ([9e9, 9e9, 1e9, 9e9], (1, 4)),
+    ],
+)
+def test_replicas_have_the_cut_whose_slowest_stage_of_all_is_fastest(
+    speeds: list[float], wanted: tuple[int, int]
+) -> None:
+    pipe = jg.Pipeline(
+        [layer] * LAYERS,
+        squares,
+        microbatches=2,
+        replicas=2,
+        balance=of_speeds(speeds),
+    )
+    assert pipe.replicas == (tuple(WORKERS[:2]), tuple(WORKERS[2:4]))
+    step = pipe.step(params_of(LAYERS), optax.adam(0.1), x=X)
+    assert layers_of(pipe) == wanted
+    assert pipe.balance is not None
+    (others,) = pipe.balance.others
+    assert [stage.task for stage in others] == WORKERS[2:4]
+    assert [s.end for s in others] == [s.end for s in pipe.balance.stages]
+    slowest = max(s.seconds for s in (*pipe.balance.stages, *others))
+    assert pipe.balance.slowest_s == slowest
+    # The optimizer's state is on the first replica alone.
+    assert all(
+        other.nbytes < first.nbytes
+        for other, first in zip(others, pipe.balance.stages, strict=True)
+    )
+    assert str(pipe.balance).startswith(f"{LAYERS} layers on 2 times 2 tasks: ")
+    assert str(pipe.balance).count("/job:worker/task:") == 4
+    homes = {v.spec.device.task_name for v in step.variables}
+    assert homes == {*WORKERS[:2], None}  # the number of steps may be anywhere
+
+
+@pytest.mark.parametrize("part", parts(LAYERS, 2), ids=str)
+def test_loss_and_gradients_of_replicas_of_every_cut_are_those_of_one_piece(
+    part: tuple[int, ...],
+) -> None:
+    seconds = [3 * count - (n == 0) for n, count in enumerate(part)]
+    pipe = jg.Pipeline(
+        [layer] * LAYERS,
+        squares,
+        microbatches=2,
+        replicas=2,
+        balance=of_speeds([1e9 * s for s in seconds] * 2),
+    )
+    params, (x, t) = params_of(LAYERS), batches(1)[0]
+    found = jax.jit(pipe.value_and_grad)(params, x, t)
+    assert layers_of(pipe) == part
+    wanted = jax.jit(jax.value_and_grad(whole_loss))(params, x, t)
+    assert_same(found, wanted, exact=False)
 
 
 def test_tasks_are_the_first_of_the_balance_or_those_that_are_named() -> None:
