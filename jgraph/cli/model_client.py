@@ -175,6 +175,11 @@ class ModelClient:
             ) from error
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
+            if not isinstance(error, OSError):  # its text is what came
+                raise ClusterUnreachableError(
+                    f"what answers at {self.url} speaks no HTTP/1.1; give the port of "
+                    "REST, as `jgraph serve` prints it, and not that of gRPC"
+                ) from error
             raise ClusterUnreachableError(
                 f"nobody answers at {self.url}: {str(error) or type(error).__name__}; "
                 "`jgraph serve MODELS` starts a server"

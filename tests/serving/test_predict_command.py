@@ -161,6 +161,25 @@ def test_a_server_of_something_else_is_no_model_server(pages: str, model: str) -
         predict(pages, model, "-", stdin="[1.0]")
 
 
+def test_a_port_of_grpc_is_told_from_that_of_rest() -> None:
+    """What comes from there is no text, and nothing for a screen."""
+
+    def frames() -> None:
+        pipe, _ = port.accept()
+        with pipe:
+            pipe.recv(1 << 16)
+            pipe.sendall(b"\0\0\0\4\0\0\0\0\0\x1b[2J\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as port:
+        answering = threading.Thread(target=frames)
+        answering.start()
+        url = f"http://127.0.0.1:{port.getsockname()[1]}"
+        with pytest.raises(ClusterUnreachableError, match="port of REST") as raised:
+            predict(url, "m", "-", stdin="[1.0]")
+        answering.join()
+    assert str(raised.value).isprintable()
+
+
 def own_certificate(path: Path) -> tuple[Path, Path]:
     """Makes a certificate of 127.0.0.1 that it signs itself, and its key."""
     key = ec.generate_private_key(ec.SECP256R1())
