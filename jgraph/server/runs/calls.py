@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, final
 
@@ -55,6 +56,8 @@ class Runs:
         self._standbys: dict[str, Standby] = {}
         self._appointed: dict[str, dict[TaskName, str]] = {}
         """Standbys of the runs of this master: task and process."""
+        self._changes: set[asyncio.Event] = set()
+        """One of each run of this master: it may need another standby at once."""
         self._working: set[asyncio.Task[None]] = set()
         self._leaves = False
         self.methods: Mapping[str, Answer] = {
@@ -82,6 +85,8 @@ class Runs:
         """Tells all runs that tasks have joined the cluster, or left it."""
         for supervisor in self._supervisors.values():
             supervisor.rearranged()
+        for change in self._changes:
+            change.set()
 
     def hand_over(self) -> None:
         """Lets standbys take the runs of this task, which is told to end."""
@@ -181,7 +186,7 @@ class Runs:
         dialled = {t for t in peers.tasks() if not is_dial_only(peers.address(t))}
         ready = {
             task: process
-            for task, process in (await ready_tasks(peers)).items()
+            for task, process in (await ready_tasks(peers, within_s=_INVITE_S)).items()
             if task in dialled  # else no client could ask it
         }
         before = self._appointed.get(supervisor.name, {})
@@ -206,18 +211,26 @@ class Runs:
 
     async def _keep_standby(self, supervisor: RunSupervisor) -> None:
         """Sees to it that a run has some to its end, also if they are started again."""
-        while True:
-            await asyncio.sleep(_INVITE_S)
-            if supervisor.record.is_over:  # which its standby has read
-                return
-            if not supervisor.record.is_whole:
-                _LOG.warning(
-                    "run '%s' is too long for another standby to read: if its own is "
-                    "started again, it ends with its master, %s",
-                    *(supervisor.name, self._peers.task),
-                )
-                return
-            await self._choose(supervisor)
+        change = asyncio.Event()
+        self._changes.add(change)
+        try:
+            while True:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_INVITE_S):
+                        await change.wait()
+                change.clear()
+                if supervisor.record.is_over:  # which its standby has read
+                    return
+                if not supervisor.record.is_whole:
+                    _LOG.warning(
+                        "run '%s' is too long for another standby to read: if its own "
+                        "is started again, it ends with its master, %s",
+                        *(supervisor.name, self._peers.task),
+                    )
+                    return
+                await self._choose(supervisor)
+        finally:
+            self._changes.remove(change)
 
     async def _invite(self, supervisor: RunSupervisor) -> None:
         standbys = self._appointed.get(supervisor.name, {})

@@ -69,19 +69,22 @@ class LoopPeers(Peers, Protocol):
 
 
 async def ready_tasks(
-    peers: Peers, leavers: Collection[TaskName] = ()
+    peers: Peers, leavers: Collection[TaskName] = (), *, within_s: float = CONTROL_S
 ) -> dict[TaskName, str]:
     """Returns which start answers of each task that takes new work.
 
     Args:
       peers: to the tasks.
       leavers: those that may have been told to end.
+      within_s: how long to wait for those that are silent.
     """
     processes: dict[TaskName, str] = {}
 
     async def ask(task: TaskName) -> None:
         with suppress(JGError):
-            reply = await peers.call(task, "TaskStatus", _NO_QUESTION)
+            reply = await peers.call(
+                task, "TaskStatus", _NO_QUESTION, timeout_s=within_s
+            )
             status: pb.TaskStatus = body_of(reply)
             if status.task == task and (status.state == "ready" or task in leavers):
                 processes[task] = f"{status.incarnation:x}"

@@ -18,6 +18,8 @@ from jgraph.server.runs.supervisor import RunSupervisor
 from tests.support.loop_orders import PS, WORKER, SetClock
 from tests.support.run_async import run_async
 
+OTHER = TaskName("/job:worker/task:1")
+
 
 class Inviting:
     """A door to tasks that note to which run they are invited."""
@@ -85,6 +87,26 @@ def test_heir_is_not_invited_to_a_run_that_is_over(
         supervisor.record.end("done", None)
         await asyncio.gather(*runs._working)
         assert door.invited.empty()
+
+    run_async(main(), timeout_s=20)
+
+
+def test_another_standby_is_chosen_as_soon_as_tasks_join_or_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runs_module, "_INVITE_S", 1000.0)
+
+    async def main() -> None:
+        door = Inviting()
+        runs, supervisor = await opened(door)
+        await asyncio.sleep(0)  # it waits now
+        monkeypatch.setattr(door, "tasks", lambda: [PS, OTHER, WORKER])
+        runs.rearranged()
+        asked = [await door.invited.get() for _ in range(2)]
+        assert [list(one.standbys) for one in asked] == [[PS, OTHER]] * 2
+        supervisor.record.end("done", None)
+        runs.rearranged()
+        await asyncio.gather(*runs._working)
 
     run_async(main(), timeout_s=20)
 
