@@ -111,8 +111,12 @@ def _array(column: Any, name: str, spec: Any) -> Any:
                 f"the column '{name}' has lists of {lengths[0]} to {lengths[-1]} "
                 "values; pad them to one length"
             )
-        flat = column.flatten().to_numpy(zero_copy_only=False)
-        array = flat.reshape(len(column), -1)
+        flat = column.flatten()
+        if flat.null_count:
+            raise ValueError(
+                f"the column '{name}' has lists with missing values; fill them in"
+            )
+        array = flat.to_numpy(zero_copy_only=False).reshape(len(column), -1)
     else:
         array = column.to_numpy(zero_copy_only=False)
     wanted = np.dtype(spec.dtype)
@@ -121,6 +125,13 @@ def _array(column: Any, name: str, spec: Any) -> Any:
             f"the column '{name}' is {array.dtype}, and the model takes {wanted} "
             "there; cast it in the DataFrame"
         )
+    if np.issubdtype(wanted, np.integer):
+        least, most, bounds = array.min(), array.max(), np.iinfo(wanted)
+        if least < bounds.min or most > bounds.max:
+            raise ValueError(
+                f"the column '{name}' has values from {least} to {most}, too large for "
+                f"the {wanted} that the model takes there; make smaller ones of them"
+            )
     if array.shape[1:] != tuple(spec.shape[1:]) and array[:1].size != _size(spec):
         raise ValueError(
             f"the column '{name}' has {array[:1].size} values in a row, and the model "
@@ -136,19 +147,41 @@ def _size(spec: Any) -> int:
     return math.prod(spec.shape[1:])
 
 
+def mismatch(shape: Sequence[Any], name: str, *, is_list: bool) -> str:
+    """Returns why what a model gives for a row is no value of a column; empty: it is.
+
+    Args:
+      shape: of what it gives for each row.
+      name: of the column.
+      is_list: whether the column is declared to have lists.
+    """
+    if len(shape) == is_list:
+        return ""
+    said = "a list" if is_list else "one number"
+    if len(shape) > 1:
+        instead = "let fn= make one number, or a list of numbers, of each row"
+    elif shape:
+        instead = (
+            f"write out='{name} array<double>', or take one of them: "
+            "fn=lambda model, x: model(x)[:, 0]"
+        )
+    else:
+        instead = f"write out='{name} double'"
+    answer = f"an array of shape {tuple(shape)}" if shape else "one number"
+    return (
+        f"the model gives {answer} for each row, and out says {said} for '{name}'; "
+        f"{instead}"
+    )
+
+
 def _column(values: Any, field: Any, kind: Any) -> Any:
     """Returns an output as a column of a declared type."""
     import numpy as np
     import pyarrow as pa
 
     is_list = pa.types.is_list(kind)
-    if is_list != (values.ndim == 2) or values.ndim > 2:
-        said = "a list" if is_list else "one number"
-        raise ValueError(
-            f"the model gives {values.shape[1:]} for each row, and out says {said} "
-            f"for '{field.name}'; write for example out='p double' or out='p "
-            "array<double>'"
-        )
+    if problem := mismatch(values.shape[1:], field.name, is_list=is_list):
+        raise ValueError(problem)
     if not is_list:
         return pa.array(values).cast(kind)
     ends = np.arange(len(values) + 1, dtype=np.int32) * values.shape[1]

@@ -27,7 +27,7 @@ from jgraph.train.spark.frame_files import (
     numbers_of,
     quoted,
 )
-from jgraph.train.spark.frame_scores import scorer
+from jgraph.train.spark.frame_scores import mismatch, scorer
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -94,7 +94,9 @@ def predict(
         else {name: name for name in check_columns(frame, columns)}
     )
     check_columns(frame, list(dict.fromkeys(pairs.values())))
-    prepared, pairs = _prepared(frame, pairs)
+    named = pairs
+    prepared, pairs = _prepared(frame, named)
+    names_of = {pairs[name]: named[name] for name in named}
     try:
         declared = StructType.fromDDL(out)
     except Exception as error:
@@ -124,7 +126,7 @@ def predict(
         archive = _sent(session.sparkContext, exported, where)
     # PySpark maps no columns with dots in their names: they have others meanwhile.
     places = {column: place for place, column in enumerate(prepared.columns)}
-    triples = [(n, f"column_{places[c]}", c) for n, c in inputs]
+    triples = [(n, f"column_{places[c]}", names_of[c]) for n, c in inputs]
     renamed = prepared.toDF(*(f"column_{place}" for place in places.values()))
     count = len(frame.columns)
     facts = (archive, _place(exported), name, triples, outputs, count)
@@ -238,16 +240,24 @@ def _inputs(one: Signature, pairs: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _outputs(one: Signature, declared: Any) -> list[tuple[str, Any]]:
-    names = [spec.name for spec in one.outputs]
-    if len(names) == len(declared) == 1:
-        return [(names[0], declared[0])]
-    for field in declared:
-        if field.name not in names:
+    from pyspark.sql.types import ArrayType
+
+    specs = {spec.name: spec for spec in one.outputs}
+    if len(specs) == len(declared) == 1:
+        pairs = [(next(iter(specs)), declared[0])]
+    else:
+        pairs = [(field.name, field) for field in declared]
+    for name, field in pairs:
+        if name not in specs:
             raise ConfigError(
                 f"the model gives {listed(one.outputs)}, and no '{field.name}'; out= "
                 "names columns as the outputs are called"
             )
-    return [(field.name, field) for field in declared]
+        is_list = isinstance(field.dataType, ArrayType)
+        shape = specs[name].shape[1:]
+        if problem := mismatch(shape, field.name, is_list=is_list):
+            raise ConfigError(problem)
+    return pairs
 
 
 def _sent(context: Any, exported: ExportedModel, directory: Path) -> str:

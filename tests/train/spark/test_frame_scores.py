@@ -13,7 +13,7 @@ import jgraph as jg
 from jgraph.serving.exported_model import ExportedModel, loaded
 from jgraph.serving.signature import DEFAULT
 from jgraph.train.spark.frame_scores import ROWS, _scores
-from jgraph.train.spark.scoring import _check_python
+from jgraph.train.spark.scoring import _check_python, _outputs
 
 pa = pytest.importorskip("pyarrow", reason="needs jgraph[spark]")
 types = pytest.importorskip("pyspark.sql.types", reason="needs jgraph[spark]")
@@ -68,7 +68,8 @@ def test_several_numbers_of_a_row_are_a_list(
         ([[1, 2, 3], [1]], "one", DOUBLE, "has lists of 1 to 3 values; pad them"),
         ([[1, 2], [1, 2]], "one", DOUBLE, "has 2 values in a row, and the model"),
         ([[1, 2, 3]], "two", DOUBLE, "out says one number for 'p'"),
-        ([[1, 2, 3]], "one", LIST, "out says a list for 'q'"),
+        ([[1, 2, 3]], "one", LIST, "out says a list for 'q'; write out='q double'"),
+        ([[1, None, 3]], "one", DOUBLE, "has lists with missing values; fill them in"),
     ],
 )
 def test_rows_that_the_model_does_not_take_are_refused_in_words(
@@ -84,6 +85,32 @@ def test_a_column_of_another_kind_of_numbers_is_refused(tmp_path: Path) -> None:
     batch = pa.record_batch({"column_0": pa.array([0.5])})
     with pytest.raises(ValueError, match="is float64, and the model takes int32"):
         _scores(model, batch, DEFAULT, [("x", "column_0", "n")], DOUBLE)
+
+
+def test_a_number_that_the_model_has_no_room_for_is_refused(tmp_path: Path) -> None:
+    whole: Any = lambda x: x + 1
+    model = jg.export(whole, np.ones(2, np.int32), tmp_path / "whole")
+    batch = pa.record_batch({"column_0": pa.array([1, 2**32 + 1])})
+    with pytest.raises(ValueError, match="from 1 to 4294967297, too large for the int"):
+        _scores(model, batch, DEFAULT, [("x", "column_0", "n")], DOUBLE)
+
+
+@pytest.mark.bad_input_row(30)
+def test_an_answer_that_is_no_value_of_its_column_is_refused_before_a_row_is_read(
+    models: dict[str, ExportedModel],
+) -> None:
+    number, numbers = (types.StructType([of[0][1]]) for of in (DOUBLE, LIST))
+    one, two = (models[name].signatures[DEFAULT] for name in ("one", "two"))
+    assert [field.name for _, field in _outputs(one, number)] == ["p"]
+    assert [field.name for _, field in _outputs(two, numbers)] == ["q"]
+    with pytest.raises(
+        jg.JGError, match=r"shape \(2,\) .* write out='p array<double>'"
+    ):
+        _outputs(two, number)
+    with pytest.raises(
+        jg.JGError, match="one number for each row, and out says a list"
+    ):
+        _outputs(one, numbers)
 
 
 def test_a_model_is_loaded_once_in_a_process(models: dict[str, ExportedModel]) -> None:
