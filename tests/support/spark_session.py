@@ -583,6 +583,8 @@ def frames(spark: SparkSession) -> dict[str, Any]:
     given = np.array(as_list.column("v").to_pylist())
     expected = np.asarray(model(jnp.asarray(given, jnp.float32)))[:, 0]
     by_list = jg.spark.predict(model, frame, ["dense"], "q array<float>")
+    alike = frame.select("dense", "id", functions.col("id"))
+    twice = jg.spark.predict(model, alike, columns, "p double", fn=call).first()
     lists_of = np.array(by_list.select("q").toArrow().column("q").to_pylist())
     return {
         "fields": {n: [str(a.dtype), list(a.shape)] for n, a in data.fields.items()},
@@ -596,10 +598,12 @@ def frames(spark: SparkSession) -> dict[str, Any]:
         "scored": [str(kind) for kind in scored.dtypes],
         "in_order": rows.column("id").to_pylist() == list(range(1000)),
         "error": float(np.abs(np.array(rows.column("p")) - expected).max()),
+        "twice": [*twice.asDict(), len(twice)],
         "error_of_lists": float(np.abs(lists_of[:, 0] - expected).max()),
         "wrong_scores": {
             "column": score_refusal(model, frame, ["densa"], "p double"),
             "out": score_refusal(model, frame, ["dense"], "p of doubles"),
+            "nothing": score_refusal(model, frame, ["dense"], ""),
             "taken": score_refusal(model, frame, ["dense"], "id double"),
             "model": score_refusal(3, frame, ["dense"], "p double"),
             "no_frame": score_refusal(model, X, ["dense"], "p double"),

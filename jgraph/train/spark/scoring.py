@@ -104,6 +104,8 @@ def predict(
             f"out={out!r} is no list of columns as Spark writes them; write for "
             'example out="p double"'
         ) from error
+    if not len(declared):
+        raise ConfigError("out names no column; write for example out='p double'")
     for field in declared:
         if field.name in frame.columns:
             raise ConfigError(
@@ -127,7 +129,7 @@ def predict(
     # PySpark maps no columns with dots in their names: they have others meanwhile.
     places = {column: place for place, column in enumerate(prepared.columns)}
     triples = [(n, f"column_{places[c]}", names_of[c]) for n, c in inputs]
-    renamed = prepared.toDF(*(f"column_{place}" for place in places.values()))
+    renamed = prepared.toDF(*(f"column_{at}" for at in range(len(prepared.columns))))
     count = len(frame.columns)
     facts = (archive, _place(exported), name, triples, outputs, count)
     schema = StructType([*renamed.schema.fields[:count], *declared.fields])

@@ -219,6 +219,8 @@ def test_a_model_scores_a_data_frame_where_its_rows_are_in_their_order(
     said = found["wrong_scores"]
     assert "no column 'densa'; did you mean 'dense'?" in said["column"]
     assert "is no list of columns as Spark writes them" in said["out"]
+    assert "out names no column; write for example" in said["nothing"]
+    assert found["twice"] == ["dense", "id", "p", 4], "columns of one name pass too"
     assert "has a column 'id' already" in said["taken"]
     assert "cannot export a int" in said["model"]
     assert "takes a DataFrame of Spark, not ndarray" in said["no_frame"]
