@@ -95,7 +95,6 @@ def test_a_number_that_the_model_has_no_room_for_is_refused(tmp_path: Path) -> N
         _scores(model, batch, DEFAULT, [("x", "column_0", "n")], DOUBLE)
 
 
-@pytest.mark.bad_input_row(30)
 def test_an_answer_that_is_no_value_of_its_column_is_refused_before_a_row_is_read(
     models: dict[str, ExportedModel],
 ) -> None:
