@@ -147,7 +147,7 @@ def test_a_data_frame_is_written_once_and_read_as_files(night: Facts) -> None:
         "data['hot']": ["int32", [1000, 3]],
         "data['id']": ["int32", [1000]],
         "data['x.1']": ["float32", [1000]],
-        **{f"data['{name}']": ["int32", [1000]] for name in ODD},
+        **{f"data[{name!r}]": ["int32", [1000]] for name in ODD},
     }
     assert found["seen"], "each row once"
     assert found["packed"] == {
