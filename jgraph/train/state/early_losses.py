@@ -72,6 +72,8 @@ class EarlyLosses:
     def _is_loss(self, error: JGError) -> bool:
         if isinstance(error, ClusterUnreachableError | TaskLostError):
             return True
+        if isinstance(error, InvalidProgramError) and "handle" in error.details:
+            return True  # it has no program that it had, and perhaps no values yet
         if isinstance(error, _PERHAPS):
             with suppress(JGError):  # what was lost may be away again
                 return bool(self.state.lost_values())

@@ -170,7 +170,8 @@ def test_client_that_was_gone_finds_a_run_that_lost_a_ps_and_all_that_it_told(
         until_further(cluster)
         run.stop()
         run.wait(30)
-        (recovery,) = run.recoveries()
+        # Its arbiter ends within this process, and may say first that ps:1 is lost.
+        recovery = run.recoveries()[-1]
         assert recovery.lost == (PS[0],)
         steps = run.metrics("loss")["step"]
         assert sorted(steps) == [*range(1, len(steps) + 1)]

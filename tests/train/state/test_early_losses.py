@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jgraph.errors import ConfigError, JGError, TaskLostError
+from jgraph.errors import ConfigError, InvalidProgramError, JGError, TaskLostError
 from jgraph.train.state.early_losses import EarlyLosses
 
 
@@ -28,6 +28,18 @@ def outlived(errors: list[JGError], wait_s: float) -> tuple[str, int]:
 
 def test_it_is_done_again_after_each_loss() -> None:
     assert outlived([TaskLostError("a"), TaskLostError("b")], 60.0) == ("done", 2)
+
+
+def test_a_task_that_has_no_program_any_more_was_lost_before_it_had_values() -> None:
+    gone = InvalidProgramError(
+        "it has no program 'initialize-1'", handle="initialize-1"
+    )
+    assert outlived([gone], 60.0) == ("done", 1)
+
+
+def test_a_program_that_no_task_takes_ends_it_at_once() -> None:
+    with pytest.raises(InvalidProgramError, match="do not parse"):
+        outlived([InvalidProgramError("bytes of a segment do not parse")], 60.0)
 
 
 def test_a_loss_that_comes_again_and_again_ends_it_within_the_wait() -> None:
