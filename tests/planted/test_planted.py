@@ -138,12 +138,14 @@ BUGS: Final = {
         "        self.arrangement = newer\n",
         "",
         f"{MEMBERS}test_no_batch_is_lost_or_comes_twice_whoever_joins_and_leaves",
+        first=44,
     ),
     "steps of a worker that was given up are still applied": Bug(
         "server/runs/supervisor.py",
         "        await self.ready.drop(order.handle)\n        return LoopLost(",
         "        return LoopLost(",
         f"{MEMBERS}test_a_worker_that_wakes_when_another_has_its_index_adds_nothing",
+        first=33,
     ),
     "one that joins takes part before it is ready": Bug(
         "coordination/run/supervisor.py",
