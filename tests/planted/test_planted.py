@@ -173,7 +173,7 @@ BUGS: Final = {
         "takes = not self._retired",
         "takes = True",
         f"{MEMBERS}test_no_batch_is_lost_or_comes_twice_whoever_joins_and_leaves",
-        first=302,
+        first=1224,
     ),
     "a master forgets that the one before went back": Bug(
         "server/runs/supervisor.py",
