@@ -143,13 +143,14 @@ def test_older_incarnation_is_refused_after_a_newer_one() -> None:
 
 
 @pytest.mark.bad_input_row(4)
-def test_other_version_of_the_protocol_is_named_on_both_sides() -> None:
+@pytest.mark.parametrize("version", [PROTOCOL - 1, 99])
+def test_other_version_of_the_protocol_is_named_on_both_sides(version: int) -> None:
     async def main() -> None:
         async with ps() as (recorder, address):
-            other = frame(hello=hello(WORKER, incarnation=5, protocol=99))
+            other = frame(hello=hello(WORKER, incarnation=5, protocol=version))
             error = error_in(await send("Exchange", address, [data(other)]))
             assert isinstance(error, VersionError)
-            worker, at_worker = GrpcTransport(WORKER, protocol=99), Recorder()
+            worker, at_worker = GrpcTransport(WORKER, protocol=version), Recorder()
             await worker.start(at_worker)
             worker.set_peers({PS: address})
             worker.post(PS, step(1))
@@ -157,7 +158,7 @@ def test_other_version_of_the_protocol_is_named_on_both_sides() -> None:
             await worker.close()
             assert isinstance(error, VersionError)
             assert f"protocol {PROTOCOL} " in error.message
-            assert "99" in error.message
+            assert f"this side {version} " in error.message
             assert not recorder.frames
 
     run_async(main())
