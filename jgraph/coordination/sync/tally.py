@@ -6,6 +6,7 @@ operations. Steps beside that one, as when a ps lost what the others have, and t
 few replicas, are kept one by one.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final, NamedTuple, final
 
@@ -57,7 +58,8 @@ class Tally:
         self, shards: Iterable[TaskName], replicas: int, few: int = FEW
     ) -> None:
         self._shards = {shard: place for place, shard in enumerate(sorted(shards))}
-        self._one_by_one: dict[tuple[int, int], dict[int, int]] = {}
+        # Of each replica, by the step: at which version which ps let it in.
+        self._one_by_one = defaultdict[int, dict[int, dict[int, int]]](dict)
         # Of each replica the step that is in the arrays, how many ps told of it, at
         # which version the first let it in, and whether another one did at another.
         self._ids = np.full(replicas, _NONE, np.int64)
@@ -142,7 +144,7 @@ class Tally:
         numbers, ids = steps.numbers.tolist(), steps.ids.tolist()
         for at in places:
             number, step = numbers[at], ids[at]
-            versions = self._one_by_one.setdefault((number, step), {})
+            versions = self._one_by_one[number].setdefault(step, {})
             versions[place] = version
             self._odd[number] = True
             if len(versions) < len(self._shards):
@@ -150,7 +152,7 @@ class Tally:
             found.append(at)
             if len({*versions.values()}) > 1:
                 mixed.add(at)
-            del self._one_by_one[number, step]
+            del self._one_by_one[number][step]
             if not self._all_odd:
                 self._over(number, step)
         return Everywhere(found, frozenset(mixed))
@@ -162,15 +164,13 @@ class Tally:
         """
         if self._ids[number] < step:
             self._forget(np.array([number]))
-        mine = [key for key in self._one_by_one if key[0] == number]
-        for key in mine:
-            if key[1] < step:
-                del self._one_by_one[key]
-        self._odd[number] = any(key[1] > step for key in mine)
+        mine = self._one_by_one[number]
+        for earlier in [one for one in mine if one < step]:
+            del mine[earlier]
+        self._odd[number] = bool(mine)
 
     def lose(self, number: int) -> None:
         """A replica is gone: what not all have told of counts for nothing."""
         self._forget(np.array([number]))
-        for key in [key for key in self._one_by_one if key[0] == number]:
-            del self._one_by_one[key]
+        self._one_by_one.pop(number, None)
         self._odd[number] = self._all_odd
