@@ -70,9 +70,9 @@ class Tally:
         self._odd = np.full(replicas, replicas < few, np.bool_)
         self._all_odd = replicas < few
         # A ps told of that step if it has its turn: nothing is cleared afterwards.
-        self._turn = np.ones(replicas, np.uint8)
+        self._turn = np.ones(replicas, np.int64)
         shape = (0 if self._all_odd else len(self._shards), replicas)
-        self._turns = np.zeros(shape, np.uint8)
+        self._turns = np.zeros(shape, np.int64)
 
     def tell(self, shard: TaskName, steps: Steps, version: int) -> Everywhere:
         """Takes note of what a ps tells; returns what of it all have told of now."""

@@ -70,6 +70,20 @@ def test_what_a_lost_replica_told_of_counts_for_nothing(few: int, first: int) ->
     assert told_of(tally, one, [("a", 1)], 6) == [(("a", 1), True)]
 
 
+@pytest.mark.parametrize("few", [0, 99])
+def test_a_ps_that_often_had_only_the_later_of_two_steps_is_counted(few: int) -> None:
+    one, two = SHARDS[:2]
+    for times in (254, 255, 256):
+        tally = Tally([one, two], REPLICAS, few)
+        for step in range(0, 2 * times, 2):
+            assert told_of(tally, one, [("a", step)], 5) == []
+            assert told_of(tally, one, [("a", step + 1)], 5) == []
+            found = told_of(tally, two, [("a", step + 1)], 5)
+            assert found == [(("a", step + 1), False)]
+        assert told_of(tally, two, [("a", 2 * times)], 5) == []
+        assert told_of(tally, one, [("a", 2 * times)], 5) == [(("a", 2 * times), False)]
+
+
 def test_a_task_that_keeps_no_contributions_counts_for_none() -> None:
     tally = Tally(SHARDS[:1], REPLICAS)
     assert told_of(tally, SHARDS[1], [("a", 1)], 5) == []
