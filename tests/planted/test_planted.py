@@ -467,13 +467,6 @@ BUGS: Final = {
         "tests/simulation/test_rescales.py::"
         "test_an_update_that_a_dead_worker_left_is_made_before_variables_move",
     ),
-    "what is left of variables goes before a standby knows where they are": Bug(
-        "server/runs/rescaling/rescaler.py",
-        "        await self.confirm()\n",
-        "",
-        RESCALED,
-        first=180,
-    ),
     "a master that is a ps ends before the next one holds it": Bug(
         "server/runs/supervisor.py",
         "        if self._is_held:  # the standby lets the master of before go, "
