@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import measure
-from benchmarks.calibrate import cost_of, median
+from benchmarks.calibrate import cost_of, median, null_steps
 from benchmarks.null_step import NullStep
 from jgraph.testing import Computing, Costs, dense_step, load_costs, simulate
 from jgraph.testing.scale.costs import MEASURED
@@ -55,16 +55,8 @@ def run(how: str, wait_ms: float, a: Any, costs: Costs) -> None:
     for workers in a.workers:
         rounds = found[str(workers)]
         rates = [one.steps_per_s for one in rounds]
-        simulated = simulate(
-            dense_step(int(a.mb * 1e6), variables=1),
-            workers=workers,
-            ps=1,
-            mode="async",
-            steps=40,
-            computing=Computing(wait_ms / 1e3),
-            costs=costs,
-            cores=median(rounds, "cores"),
-        ).steps_per_s
+        null = null_steps(costs, "async", a.mb, workers, 0, wait_ms)
+        simulated = null.predicted(median(rounds, "cores"))
         measure.emit(
             "curves",
             kind=how,
