@@ -453,13 +453,6 @@ BUGS: Final = {
         "tests/simulation/test_rescales.py::"
         "test_a_run_whose_client_alone_knows_of_a_switch_goes_back_to_the_ps_before",
     ),
-    "variables that have moved stay where they were, too": Bug(
-        "server/runs/rescaling/migration.py",
-        "        await self._mover.forget((one.src, one.names) "
-        "for one in attempt.transfers)\n",
-        "",
-        RESCALED,
-    ),
     "updates that are begun are made after the variables have moved": Bug(
         "server/runs/rescaling/migration.py",
         "self._ready.drop(loop.handle, settle=True)",
