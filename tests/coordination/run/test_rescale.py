@@ -102,8 +102,10 @@ def test_what_is_wanted_comes_about_once_nothing_stands_in_its_way(
         now += 2 * MOST_AGAIN_S
         for event in (Known(), TimePassed(), Prepared(), Rested(), Moved(), Known()):
             rescale.handle(event, now)
-    assert rescale.is_steady
-    assert rescale.ps == rescale.wanted
+    wanted = [2, *(event.ps for event in events if isinstance(event, Wanted))]
+    assert rescale.ps == wanted[-1]
+    # Nothing is under way.
+    assert rescale.handle(Wanted(rescale.ps + 1), now) == [Prepare(rescale.ps + 1)]
 
 
 @given(st.integers(1, 4), st.dictionaries(st.integers(0, 5), st.booleans(), max_size=6))
