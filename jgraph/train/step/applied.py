@@ -1,16 +1,14 @@
 """Step checks of a replica that makes all updates: splits applied from skipped."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgraph.coordination.step.finite import not_finite
-from jgraph.errors import JGError, RowIdError
-from jgraph.graph.graph import Graph
+from jgraph.coordination.step.finite import FiniteCheck, not_finite
+from jgraph.errors import JGError, NonFiniteError, RowIdError
 from jgraph.graph.rows.rows import NO_ID, id_text
 from jgraph.runtime.data.batches import Array
 from jgraph.train.model.checks import FINITE
@@ -19,40 +17,29 @@ from jgraph.train.step.train_step import TrainStep
 from jgraph.train.tables.row_step import RowStep
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Checks:
-    """What one replica that makes all updates checks of its steps.
+def split(
+    chunk: Chunk, check: FiniteCheck | None
+) -> tuple[Chunk, NonFiniteError | None]:
+    """Returns the steps before the first that was not applied, and why it was not.
 
-    Attributes:
-      names: of the metrics that say whether a step was applied.
-      leaves: what the columns of ``FINITE`` stand for.
+    What says whether steps were applied is taken out of their metrics.
+
+    Args:
+      chunk: steps of one replica.
+      check: of the graph of a step; None: each of them was applied.
     """
-
-    names: Sequence[str]
-    leaves: Sequence[str]
-
-    def passed(self, values: Sequence[Any]) -> bool:
-        """Whether a step passed, by its values of ``names``."""
-        return all(bool(np.asarray(value).all()) for value in values)
-
-    def split(self, chunk: Chunk) -> tuple[Chunk, JGError | None]:
-        """Returns the steps before the first that was not applied, and why it was not.
-
-        Those after it were not applied either.
-        """
-        metrics = dict(chunk.metrics)
-        checks = {name: metrics.pop(name) for name in self.names}
-        chunk = replace(chunk, metrics=metrics)
-        well = np.ones(len(chunk), bool)
-        for values in checks.values():
-            well &= values.all(axis=1)
-        if well.all():
-            return chunk, None
-        row = int(np.argmin(well))
-        step, where = int(chunk.steps[row]), "of replica 0"
-        error = not_finite(self.leaves, checks[FINITE][row], step, where)
-        return chunk.first(row), error
+    if check is None:
+        return chunk, None
+    metrics = dict(chunk.metrics)
+    finite = metrics.pop(FINITE)
+    chunk = replace(chunk, metrics=metrics)
+    well = finite.all(axis=1)
+    if well.all():
+        return chunk, None
+    row = int(np.argmin(well))
+    step = int(chunk.steps[row])
+    error = not_finite(check.leaves, finite[row], step, "of replica 0")
+    return chunk.first(row), error
 
 
 @final
@@ -63,7 +50,7 @@ class IdCheck:
     itself would let each of its results wait, and choose, for what is hardly ever so.
 
     Args:
-      by_rows: of the step.
+      by_rows: of the step; has lookups.
       batch: types of its leaves, as a tree.
     """
 
@@ -76,14 +63,10 @@ class IdCheck:
             fields = jax.tree.unflatten(tree, leaves)
             return jnp.stack(by_rows.bad_ids(fields, (replica, step)))
 
-        self._run = None
-        if self._lookups:
-            self._run = jax.jit(bad_ids).lower(number, number, *leaves).compile()
+        self._run = jax.jit(bad_ids).lower(number, number, *leaves).compile()
 
     def error(self, step: Any, replica: Any, *batch: Array) -> JGError | None:
         """Returns what to say of a step on this batch; None: each id has a row."""
-        if self._run is None:
-            return None
         found = np.asarray(self._run(step, replica, *batch))
         if (found == NO_ID).all():
             return None
@@ -100,15 +83,9 @@ class IdCheck:
         )
 
 
-def checks_of(step: TrainStep, graph: Graph) -> Checks:
-    """Returns what the graph of a step checks."""
-    finite = step.finite_check(graph)
-    if finite is None:
-        return Checks((), ())
-    return Checks((FINITE,), finite.leaves)
-
-
 def id_check_of(step: TrainStep, batch: Any) -> IdCheck | None:
     """Returns what looks at the ids of such batches; None: there is nothing to see."""
     by_rows = step.row_step(batch)
-    return None if by_rows is None else IdCheck(by_rows, batch)
+    if by_rows is None or not by_rows.lookups():
+        return None
+    return IdCheck(by_rows, batch)

@@ -12,6 +12,7 @@ import numpy as np
 
 from jgraph.clock import Clock, SystemClock
 from jgraph.coordination.data.dispatch import Asked, Deal, Dispatch, Progressed
+from jgraph.coordination.step.finite import FiniteCheck
 from jgraph.errors import JGError
 from jgraph.graph.graph import Graph, eval_graph
 from jgraph.runtime.data.batches import Array, LeasedBatches
@@ -28,7 +29,7 @@ from jgraph.train.state.runner import (
     position_in,
     stack,
 )
-from jgraph.train.step.applied import Checks, IdCheck, checks_of, id_check_of
+from jgraph.train.step.applied import IdCheck, id_check_of, split
 from jgraph.train.step.train_step import TrainStep
 from jgraph.view import markup
 
@@ -69,7 +70,7 @@ class _Compiled:
     graph: Graph
     names: list[str]
     step: Callable[..., tuple[list[Any], list[Any]]]
-    checks: Checks
+    finite: FiniteCheck | None
     ids: IdCheck | None
 
 
@@ -102,10 +103,10 @@ class LocalRunner:
             # thread, whichever thread runs the steps.
             jit_step = jax.jit(step, donate_argnums=0)
             lowering = jit_step.lower(self.state.arrays, *(f.aval for f in graph.feeds))
-            checks = checks_of(self._step, graph)
+            finite = self._step.finite_check(graph)
             ids = id_check_of(self._step, batch)
             run = lowering.compile()
-            self._compiled[key] = _Compiled(graph, names, run, checks, ids)
+            self._compiled[key] = _Compiled(graph, names, run, finite, ids)
         self._last = self._compiled[key]
 
     def run(self, order: Order) -> Generator[Chunk, None, None]:
@@ -130,8 +131,7 @@ class LocalRunner:
         gathering = 0.0
         outputs: list[tuple[int, float, list[Any]]] = []
         recent: deque[list[Any]] = deque(maxlen=_IN_FLIGHT)
-        checks = compiled.checks
-        check_places = [compiled.names.index(name) for name in checks.names]
+        finite = compiled.finite
         for number in range(first, first + order.steps):
             ask_s = now()
             feeds = next(all_feeds, None)
@@ -139,14 +139,14 @@ class LocalRunner:
                 break  # there is no more data, or this batch has an id without a row
             gathering += now() - ask_s
             out = self._one(compiled, feeds)
-            if not check_places:
+            if finite is None:
                 dispatch.handle(Progressed("", number - first + 1), 0.0)
             time = now()
             outputs.append((number, time - start_s, out))
             if len(recent) == _IN_FLIGHT:
                 recent[0][0].block_until_ready()
-                if check_places and not checks.passed(
-                    [recent[0][n] for n in check_places]
+                if finite is not None and not (
+                    np.asarray(recent[0][finite.fetch]).all()
                 ):
                     break  # those that follow it change nothing
             recent.append(out)
@@ -172,7 +172,7 @@ class LocalRunner:
           JGError: one was not, as it did not pass a check.
         """
         chunk = _chunk(outputs, compiled.names, gathering, duration_s)
-        good, error = compiled.checks.split(chunk)
+        good, error = split(chunk, compiled.finite)
         assert self._dispatch is not None  # run has set it
         if len(good):
             count = int(good.steps[-1]) + 1 - self._first

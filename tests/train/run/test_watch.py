@@ -11,6 +11,7 @@ from rich.console import Console
 
 from jgraph.clock import Clock
 from jgraph.cluster import wait_message
+from jgraph.coordination.step.finite import FiniteCheck
 from jgraph.errors import NonFiniteError
 from jgraph.graph.ir import TaskName
 from jgraph.train.evaluation.evaluations import Evaluation, Evaluations
@@ -22,7 +23,7 @@ from jgraph.train.run.progress import LineDisplay, make_display
 from jgraph.train.run.report import Report
 from jgraph.train.run.watch import Watch
 from jgraph.train.state.runner import Chunk, Events
-from jgraph.train.step.applied import Checks
+from jgraph.train.step.applied import split
 
 
 class StoppedClock:
@@ -130,17 +131,16 @@ def test_history_orders_steps_by_one_clock_whenever_loops_began() -> None:
 
 
 def test_first_bad_step_and_leaf_are_named() -> None:
-    checks = Checks([FINITE], ["loss", "params/b", "params/w"])
+    check = FiniteCheck(1, ("loss", "params/b", "params/w"))
     finite = np.array([[True, True, True], [True, False, False], [True, True, True]])
-    applied, error = checks.split(chunk(0, [0.1, 0.2, 0.3], **{FINITE: finite}))
+    applied, error = split(chunk(0, [0.1, 0.2, 0.3], **{FINITE: finite}), check)
     assert isinstance(error, NonFiniteError)
     assert "gradient of 'params/b' (and 1 more) is NaN" in error.message
     assert "step 1 of replica 0" in error.message
     assert applied.steps.tolist() == [0]
     assert list(applied.metrics) == ["loss"]
-    applied, error = checks.split(chunk(0, [0.1], **{FINITE: finite[:1]}))
+    applied, error = split(chunk(0, [0.1], **{FINITE: finite[:1]}), check)
     assert (len(applied), error) == (1, None)
-    assert [checks.passed([row]) for row in finite] == [True, False, True]
 
 
 def report(step: int, seconds: float, **more: Any) -> Report:
