@@ -56,8 +56,8 @@ class Runs:
         self._standbys: dict[str, Standby] = {}
         self._appointed: dict[str, dict[TaskName, str]] = {}
         """Standbys of the runs of this master: task and process."""
-        self._changes: set[asyncio.Event] = set()
-        """One of each run of this master: it may need another standby at once."""
+        self._changed = asyncio.Event()
+        """Set, and replaced, as tasks join or leave: runs may need other standbys."""
         self._working: set[asyncio.Task[None]] = set()
         self._leaves = False
         self.methods: Mapping[str, Answer] = {
@@ -85,8 +85,8 @@ class Runs:
         """Tells all runs that tasks have joined the cluster, or left it."""
         for supervisor in self._supervisors.values():
             supervisor.rearranged()
-        for change in self._changes:
-            change.set()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     def hand_over(self) -> None:
         """Lets standbys take the runs of this task, which is told to end."""
@@ -211,26 +211,22 @@ class Runs:
 
     async def _keep_standby(self, supervisor: RunSupervisor) -> None:
         """Sees to it that a run has some to its end, also if they are started again."""
-        change = asyncio.Event()
-        self._changes.add(change)
-        try:
-            while True:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_INVITE_S):
-                        await change.wait()
-                change.clear()
-                if supervisor.record.is_over:  # which its standby has read
-                    return
-                if not supervisor.record.is_whole:
-                    _LOG.warning(
-                        "run '%s' is too long for another standby to read: if its own "
-                        "is started again, it ends with its master, %s",
-                        *(supervisor.name, self._peers.task),
-                    )
-                    return
-                await self._choose(supervisor)
-        finally:
-            self._changes.remove(change)
+        changed = self._changed
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_INVITE_S):
+                    await changed.wait()
+            changed = self._changed
+            if supervisor.record.is_over:  # which its standby has read
+                return
+            if not supervisor.record.is_whole:
+                _LOG.warning(
+                    "run '%s' is too long for another standby to read: if its own is "
+                    "started again, it ends with its master, %s",
+                    *(supervisor.name, self._peers.task),
+                )
+                return
+            await self._choose(supervisor)
 
     async def _invite(self, supervisor: RunSupervisor) -> None:
         standbys = self._appointed.get(supervisor.name, {})
