@@ -1,7 +1,7 @@
 """Checks of a training step: bad updates are skipped, constant random numbers told."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,11 +14,6 @@ from jgraph.train.model.trees import Tree
 
 FINITE = "<finite>"
 """Metric of a step with ``check_finite``: bool per leaf, the loss first."""
-
-
-def all_well(checks: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns whether all checks of a step passed, bool."""
-    return jnp.stack([check.all() for check in checks.values()]).all()
 
 
 def finite(loss: jax.Array, grads: Tree) -> jax.Array:

@@ -28,7 +28,6 @@ from jgraph.train.hash_tables.hash_step import (
 from jgraph.train.model.adapters import Adapter, Make
 from jgraph.train.model.checks import (
     FINITE,
-    all_well,
     finite,
     warn_of_same_draws,
 )
@@ -536,7 +535,7 @@ class TrainStep:
             extra_args = {"value": jnp.zeros_like(loss), "value_fn": None}
         ok = None
         if checks:
-            ok = all_well(checks)
+            ok = checks[FINITE].all()
             ok = ok if number is None else ok & (old["global_step"] == number)
         self._update(old, grads, extra_args, state, ok, rows, constants, inner)
 
