@@ -627,3 +627,13 @@ def rows_of(leases: Iterable[Lease]) -> list[pb.DataLease]:
 def leases_of(rows: Iterable[pb.DataLease]) -> list[Lease]:
     """Returns leases that came."""
     return [Lease(d.epoch, d.slot, d.first, d.batches) for d in rows]
+
+
+def first_handle(handle: str) -> str:
+    """Returns which handle a program had first, before other ones took its place.
+
+    Example:
+      >>> first_handle("p7~2.1"), first_handle("p7")
+      ('p7', 'p7')
+    """
+    return handle.partition("~")[0]

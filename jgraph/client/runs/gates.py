@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from jgraph.cluster.deadlines import CONTROL_S, SILENCE_S
+from jgraph.cluster.loop_messages import first_handle
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -92,7 +93,7 @@ def staleness_of(
     staleness: dict[TaskName, dict[TaskName, dict[int, int]]] = {}
     for row in stale_updates(cluster, gate, shards):
         # The master gives the programs of those that it takes back other ends.
-        worker = workers[row.handle.partition("~")[0]]
+        worker = workers[first_handle(row.handle)]
         ages = staleness.setdefault(worker, {}).setdefault(row.task, {})
         ages[row.staleness] = ages.get(row.staleness, 0) + row.updates
     return staleness

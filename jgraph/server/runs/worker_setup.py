@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, final
 
 from jgraph.cluster.deadlines import COMPILE_S, CONTROL_S
-from jgraph.cluster.loop_messages import check_source
+from jgraph.cluster.loop_messages import check_source, first_handle
 from jgraph.errors import ConfigError, DataError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.program import Program
@@ -84,7 +84,7 @@ class WorkerSetup:
             return frame(register_program=body, tensors=tensors)
 
         before = [] if new in self._before else self._before.get(old, [])
-        first = _first(like.handle)
+        first = first_handle(like.handle)
         programs = [
             made(cut[first], loop.handle, ps)
             for ps, cut in self._cuts.items()
@@ -115,7 +115,7 @@ class WorkerSetup:
 
     def next_handle(self, loop: pb.RunLoop, number: int) -> str:
         """Returns the handle that ``prepare`` gives."""
-        return f"{_first(loop.handle)}~{_suffix(loop, number)}"
+        return f"{first_handle(loop.handle)}~{_suffix(loop, number)}"
 
     async def begin(self, task: TaskName, once: str) -> None:
         """Gives a task the first values of what begins anew with its process.
@@ -159,7 +159,7 @@ class WorkerSetup:
         Raises:
           JGError: a task does not answer.
         """
-        original, new = self._kept(handle, ps), f"{_first(handle)}~{suffix}"
+        original, new = self._kept(handle, ps), f"{first_handle(handle)}~{suffix}"
         if self._away(home):
             message, tensors = encode_program(self._program(original, home))
             body = pb.RegisterProgram(program=message)
@@ -190,7 +190,7 @@ class WorkerSetup:
 
     def _kept(self, handle: str, ps: int | None = None) -> Frame:
         cut = self._cuts[self.ps if ps is None else ps]
-        if (first := _first(handle)) not in cut:
+        if (first := first_handle(handle)) not in cut:
             raise ConfigError(f"the program '{first}' is not kept")
         return cut[first]
 
@@ -253,8 +253,3 @@ class WorkerSetup:
 
 def _suffix(loop: pb.RunLoop, number: int) -> str:
     return f"{loop.term}.{number}"
-
-
-def _first(handle: str) -> str:
-    """Returns which handle a program had first."""
-    return handle.partition("~")[0]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, final
 from jgraph.client.runs.follower import Owner, RunFollower
 from jgraph.client.runs.runs import RunInfo
 from jgraph.client.runs.submission import MakeLoops, submit_run
-from jgraph.cluster.loop_messages import ARBITER, DealtData, LoopReport
+from jgraph.cluster.loop_messages import ARBITER, DealtData, LoopReport, first_handle
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.errors import ClusterError, ConfigError, JGError
 from jgraph.graph.ir import TaskName
@@ -333,7 +333,7 @@ class RemoteRuns:
         if report.homes is not None:
             self._look_at(*report.homes)
         if report.handle and self.last is not None:
-            handle = report.handle.partition("~")[0]
+            handle = first_handle(report.handle)
             self.last.workers.setdefault(handle, report.task)
         state.is_training |= is_restore
         self._has_gone_back |= is_restore

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import final
 
+from jgraph.cluster.loop_messages import first_handle
 from jgraph.errors import ClusterUnreachableError, JGError, TaskLostError
 from jgraph.failpoints import failpoint
 from jgraph.graph.ir import TaskName
@@ -155,7 +156,7 @@ class RunMigrations:
             await self._give(attempt, self._order.saves.snapshot, "")
 
     async def _give(self, attempt: Migration, handle: str, task: str) -> None:
-        first = handle.partition("~")[0]
+        first = first_handle(handle)
         if first in attempt.handles:
             return
         try:
@@ -196,7 +197,7 @@ class RunMigrations:
             leave[one.src] += one.names
         await self._copies.begin(to, leave)
         for loop in self._loops.newest:
-            handle = attempt.handles.get(loop.handle.partition("~")[0])
+            handle = attempt.handles.get(first_handle(loop.handle))
             if handle is not None:
                 await self._copies.admit(handle, int(loop.HasField("sync")), to)
 
@@ -270,13 +271,12 @@ class RunMigrations:
         if arrangement.HasField("saves"):
             self._order.saves.CopyFrom(arrangement.saves)
         if self._order.saves.snapshot:
-            first = self._order.saves.snapshot.partition("~")[0]
+            first = first_handle(self._order.saves.snapshot)
             self._order.saves.snapshot = handles.get(first, first)
         if self._loops.arbiter is not None:
             self._loops.arbiter.sync.shards[:] = arrangement.shards
         for loop in self._loops.newest:
-            first = loop.handle.partition("~")[0]
-            loop.handle = handles.get(first, loop.handle)
+            loop.handle = handles.get(first_handle(loop.handle), loop.handle)
 
     async def retire(self, attempt: Migration, leavers: Sequence[TaskName]) -> None:
         """Lets the ps of before forget what has moved, after a switch."""

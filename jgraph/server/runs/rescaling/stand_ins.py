@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, final
 
+from jgraph.cluster.loop_messages import first_handle
 from jgraph.coordination.run.stand_ins import stand_ins
 from jgraph.errors import JGError
 from jgraph.failpoints import failpoint
@@ -150,7 +151,7 @@ class RunStandIns:
         """Lets loops do what the order says, of the master before."""
         handles = self.order.stand_ins.handles
         for loop in self.loops.newest:
-            loop.handle = handles.get(_first(loop.handle), loop.handle)
+            loop.handle = handles.get(first_handle(loop.handle), loop.handle)
         if self.order.stand_ins.shards:
             self._arrange()
 
@@ -175,7 +176,7 @@ class RunStandIns:
           loops: the next ones.
         """
         ins = self.order.stand_ins
-        ins.handles.update({_first(loop.handle): loop.handle for loop in loops})
+        ins.handles.update({first_handle(loop.handle): loop.handle for loop in loops})
         self.note()
         self.record.moved(self._homes())
         failpoint("stand_in.noted")
@@ -195,8 +196,3 @@ class RunStandIns:
         homes = pb.RunHomes(number=self.order.stand_ins.number)
         homes.homes.update(self.by.items())
         return homes
-
-
-def _first(handle: str) -> str:
-    """Returns which handle a program had first."""
-    return handle.partition("~")[0]
