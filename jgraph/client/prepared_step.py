@@ -142,10 +142,10 @@ class PreparedStep:
     def _run(self, arrays: Sequence[Any], timeout_s: float) -> Any:
         handle = self._registration.current()
         if self.plan.prediction is None:
-            results = self._programs.run(handle, arrays, timeout_s)
+            results = self._programs.run(handle.name, arrays, timeout_s)
         else:
             start_s = _clock.now()
-            results = self._programs.run(handle, arrays, timeout_s)
+            results = self._programs.run(handle.name, arrays, timeout_s)
             self.recent_s.append(_clock.now() - start_s)
         if not self._has_keys:
             return jax.tree_util.tree_unflatten(self._graph.out_tree, results)
@@ -162,22 +162,25 @@ class PreparedStep:
         """Runs one step as ``run`` does, and tells when its nodes ran."""
         arrays = leaf_arrays(self._graph, leaves, feeds, check_finite=check_finite)
         handle = self._registration.current()
-        results, parts = self._programs.run_traced(handle, arrays, timeout_s)
+        results, parts = self._programs.run_traced(handle.name, arrays, timeout_s)
         metadata = run_metadata(self.plan.program, parts)
         return as_result(self._graph, results), metadata
 
     def __repr__(self) -> str:
-        return f"<callable {self._graph.name}, {self._registration.handle}>"
+        return f"<callable {self._graph.name}, {self._registration.handle.name}>"
 
     def _repr_html_(self) -> str:
-        handle = self._registration.handle
+        handle = self._registration.handle.name
         facts = {"function": self._graph.name, "handle": handle}
         return markup.facts("Callable", facts) + markup.lines(str(self.plan))
 
 
 @final
-class _Registration:
-    """A program on its tasks, given up when no step is made of it any more.
+class _Handle:
+    """A program on its tasks, given up when no step has it and no run of one.
+
+    A program that is taken back ends its runs: one that another thread began before
+    the step was registered anew holds the handle that it began with.
 
     Args:
       programs: registers it.
@@ -185,7 +188,34 @@ class _Registration:
       phases: see ``Programs.register``.
 
     Attributes:
-      handle: by which the tasks know it.
+      name: by which the tasks know it.
+      losses: those of ``programs`` before it was registered.
+    """
+
+    __slots__ = ("__weakref__", "losses", "name")
+
+    def __init__(
+        self,
+        programs: Programs,
+        program: Program,
+        phases: Sequence[tuple[str, float, float]] = (),
+    ) -> None:
+        self.losses = programs.losses
+        self.name = programs.register(program, phases=phases)
+        weakref.finalize(self, programs.give_up, self.name).atexit = False
+
+
+@final
+class _Registration:
+    """The handle of a program, which is another one after a task was lost.
+
+    Args:
+      programs: registers it.
+      program: which.
+      phases: see ``Programs.register``.
+
+    Attributes:
+      handle: of the last time that it was registered.
     """
 
     def __init__(
@@ -196,28 +226,24 @@ class _Registration:
     ) -> None:
         self._programs, self._program = programs, program
         self._lock = threading.Lock()
-        self._register(phases)
+        self.handle = _Handle(programs, program, phases)
 
-    def current(self) -> str:
-        """Returns the handle; registers anew if a task was lost since, with all it had.
+    def current(self) -> _Handle:
+        """Registers anew if a task was lost since, with all it had.
+
+        Returns:
+          What a run holds until it is over.
 
         Raises:
           JGError: a task cannot take it: it is not back yet.
         """
-        if self._losses != self._programs.losses:
-            with self._lock:
-                if self._losses != self._programs.losses:
-                    before = self._given_up
-                    self._register()
-                    before()  # as if it were garbage
-        return self.handle
-
-    def _register(self, phases: Sequence[tuple[str, float, float]] = ()) -> None:
-        losses = self._programs.losses
-        self.handle = self._programs.register(self._program, phases=phases)
-        self._losses = losses
-        self._given_up = weakref.finalize(self, self._programs.give_up, self.handle)
-        self._given_up.atexit = False
+        handle = self.handle
+        if handle.losses == self._programs.losses:
+            return handle
+        with self._lock:
+            if self.handle.losses != self._programs.losses:
+                self.handle = _Handle(self._programs, self._program)
+            return self.handle
 
 
 @final

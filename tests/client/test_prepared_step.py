@@ -229,3 +229,24 @@ def test_interrupt_ends_the_step_on_all_tasks(
     entry.lock = usual
     store._groups.clear()  # they know the lock of before
     assert call(0.0) == 1.0
+
+
+def test_a_step_under_way_keeps_its_program_while_it_is_registered_anew(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread saw a task lost, and what it registers takes back what is old."""
+    double = session.make_callable(lambda x: 2 * x, 1.0)
+    programs = session._programs
+    run = programs.run
+
+    def run_late(*args: Any) -> list[Any]:
+        monkeypatch.setattr(programs, "run", run)
+        programs.losses += 1
+        assert double(3.0) == 6.0
+        assert session.run(lambda x: x + 1, 1.0) == 2.0
+        return run(*args)
+
+    monkeypatch.setattr(programs, "run", run_late)
+    assert double(2.0) == 4.0
+    assert session.run(lambda x: x - 1, 1.0) == 0.0
+    assert len(programs) == 3  # that of before is taken back by now
