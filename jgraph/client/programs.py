@@ -99,9 +99,10 @@ class Programs:
 
     def unregister(self, handle: str) -> None:
         """Makes all tasks forget a program, unless all were taken back since."""
-        if handle not in self._handles:
+        try:
+            self._handles.remove(handle)
+        except ValueError:  # by another thread, too
             return
-        self._handles.remove(handle)
         order = pb.ProgramHandle(handle=handle)
         self._cluster.call("Master.UnregisterProgram", frame(program_handle=order))
 
