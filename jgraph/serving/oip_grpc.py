@@ -415,6 +415,8 @@ class _Forms:
             one.datatype for one in request.inputs
         }:
             return
+        if self.of(data) is not None:  # several came at once, before the first answer
+            return
         if (form := _form(data, request)) is None:
             return
         alike = self._by_size.setdefault(len(data), [])

@@ -211,3 +211,14 @@ def test_forms_are_bounded_however_many_come(models: Path) -> None:
     large = halves(*[0.0] * oip_grpc.FORM_BYTES)
     forms.learn(large, pb.ModelInferRequest.FromString(large))
     assert forms.of(large) is None
+
+
+def test_a_form_that_several_bring_at_once_takes_one_place() -> None:
+    """Each was read before one of them had its answer."""
+    forms = oip_grpc._Forms()
+    other, same = request("a", x=np.zeros(1, np.int32)), request("b", x=np.ones(1, int))
+    other.model_name += "." * (len(same.SerializeToString()) - other.ByteSize())
+    for one in (other, same, same, same, same, same):
+        forms.learn(one.SerializeToString(), one)
+    (kept,) = forms._by_size.values()
+    assert [form.model for form in kept] == [other.model_name, "b"]
