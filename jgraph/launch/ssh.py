@@ -320,9 +320,7 @@ class HostsCluster:
             here = [one for one in self._joined if one.host == host]
             if here:
                 self._joined.remove(here[-1])
-                if (
-                    self._restarter is not None
-                ):  # however it ends, it does not come back
+                if self._restarter is not None:  # however it ends, it stays away
                     self._restarter.forget(here[-1])
                 self._leavers.append(here[-1])
                 leavers.append(here[-1].task)
