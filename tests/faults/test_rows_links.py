@@ -12,7 +12,7 @@ from jgraph.train.strategies.sync_runner import SyncPS
 from tests.support.counting import BATCH, IDS, Ledger, after, check_together, trainer
 from tests.support.fault import Fault, Stopwatch
 from tests.support.links import NOTICED_S, through_proxies
-from tests.support.stopping import once
+from tests.support.stopping import both_took_part, once
 
 pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(300)]
 
@@ -202,6 +202,10 @@ def test_workers_pause_without_their_master_and_go_on_when_the_link_heals(
         there, ledger = trainer(cluster, AsyncPS()), Ledger()
         silence = Silence(fault, caplog, cut_off, silent_s)
 
+        def falls_silent(run: Any, report: Any) -> None:
+            if silence.since is None and both_took_part(run, 200):
+                silence()
+
         def both_are_back(run: Any) -> bool:
             lines = silence.said(since=True)
             back = [line for line in lines if any(text in line for text in BACK)]
@@ -211,7 +215,7 @@ def test_workers_pause_without_their_master_and_go_on_when_the_link_heals(
             IDS,
             steps=10**6,
             batch_size=BATCH,
-            callbacks=[after(200, silence), once(both_are_back)],
+            callbacks=[falls_silent, once(both_are_back)],
             detached=detached,
             progress=False,
         )

@@ -37,13 +37,14 @@ def once(is_so: Callable[[Any], object], steps: int = 100) -> Any:
     return callback
 
 
-def once_both_took_part(steps: int) -> Any:
-    """Returns a callback that stops a run of two workers, after so many steps at least.
+def both_took_part(run: Any, steps: int) -> bool:
+    """Whether two workers have done so many steps, each of them some.
 
     One may do them all while the other still compiles.
     """
+    return run.steps >= steps and set(run.metrics("loss")["replica"]) == {0, 1}
 
-    def they_did(run: Any) -> bool:
-        return run.steps >= steps and set(run.metrics("loss")["replica"]) == {0, 1}
 
-    return once(they_did, steps=0)
+def once_both_took_part(steps: int) -> Any:
+    """Returns a callback that stops a run of two workers once both took part."""
+    return once(lambda run: both_took_part(run, steps), steps=0)
