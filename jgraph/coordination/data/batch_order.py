@@ -93,13 +93,6 @@ class BatchOrder:
         """Whether the number of each batch is its place."""
         return not self._is_mixed
 
-    def place_of(self, number: int) -> int:
-        """Returns the place of the batch of a number."""
-        if not self._is_mixed:
-            return number
-        epoch, within = divmod(number, self.plan.batches_per_epoch)
-        return self.place(epoch, *divmod(within, self.plan.slot_batches))
-
     def batch(self, place: int) -> Lease:
         """Returns the batch at a place."""
         return Lease(*self._at(place), 1)

@@ -165,18 +165,21 @@ class SyncData:
         if deaths := self._book.deaths:
             suspects = (place for place in self._book.given_back if place in deaths)
             suspect = next(suspects, None)
-            holds = self._places_of(replica)
-            has_one = any(place in deaths for place in holds)
-            if not alone and (suspect is not None or has_one):
-                return ()
             if suspect is not None:
-                return (self._book.take(suspect),)
+                return (self._book.take(suspect),) if alone else ()
+            if not alone and self._holds_one_of(deaths, replica):
+                return ()
         reserved = self._reserved[replica]
         if not reserved:
             self._reserve_rows()
         if together and not reserved:
             self._reserve()
         return reserved.popleft() if reserved else self._next(replica, 1)
+
+    def _holds_one_of(self, suspects: Iterable[int], replica: str) -> bool:
+        """Whether a replica holds one of these, each of which is dealt as one step."""
+        numbers = map(self._book.order.number, suspects)
+        return any(self.holds(replica, number) for number in numbers)
 
     def _reserve_rows(self) -> None:
         """Makes of what is left of rows steps that are reserved."""
@@ -214,13 +217,8 @@ class SyncData:
 
     def held(self, replica: str) -> Sequence[Lease]:
         """Returns what a replica holds."""
-        return Leases(self._book.order, self._places_of(replica))
-
-    def _places_of(self, replica: str) -> list[int]:
-        """Returns the places of what a replica holds."""
-        place, places = self._book.order.place_of, self._places
-        numbers = self._numbers_of(replica)
-        return [p for n in numbers for p in places.get(n) or (place(n),)]
+        steps = (self._places.get(n) or (n,) for n in self._numbers_of(replica))
+        return Leases(self._book.order, [place for step in steps for place in step])
 
     def _numbers_of(self, replica: str) -> list[int]:
         """Returns the numbers of the steps that a replica holds."""
