@@ -596,22 +596,22 @@ def deal_of(leases: Sequence[Lease] | None, number: int = 0) -> pb.DataDeal:
     return pb.DataDeal(leases=rows_of(leases), sum=number if leases else 0)
 
 
-def dealt_of(deal: pb.DataDeal, plan: SlotPlan) -> Sequence[Lease]:
-    """Returns what an answer deals of a plan.
+def dealt_of(deal: pb.DataDeal, order: BatchOrder) -> Sequence[Lease]:
+    """Returns what an answer deals of the batches of an order.
 
     Raises:
       MalformedMessageError: it is more than there is.
     """
     if not deal.HasField("column"):
         return leases_of(deal.leases)
-    column = deal.column
-    if not (0 < column.batches <= plan.batches_per_epoch and column.apart):
+    column, batches = deal.column, order.plan.batches_per_epoch
+    if not (0 < column.batches <= batches and column.apart):
         raise MalformedMessageError(
             f"{column.batches} batches, {column.apart} apart, were dealt of data with "
-            f"{plan.batches_per_epoch}"
+            f"{batches}"
         )
     end = column.first + column.batches * column.apart
-    return Leases(BatchOrder(plan), range(column.first, end, column.apart))
+    return Leases(order, range(column.first, end, column.apart))
 
 
 def rows_of(leases: Iterable[Lease]) -> list[pb.DataLease]:

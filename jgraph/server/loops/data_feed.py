@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias, final
 from jgraph.clock import Clock
 from jgraph.cluster.fed_data import FedReader
 from jgraph.cluster.loop_messages import deal_of, dealt_of
+from jgraph.coordination.data.batch_order import BatchOrder
 from jgraph.coordination.data.dispatch import Asked, Deal, Dispatch
 from jgraph.coordination.data.slots import Lease, Piece, SlotPlan
 from jgraph.coordination.data.stock import Stock
@@ -79,6 +80,7 @@ class BatchReader:
         replica: int = 0,
     ) -> None:
         self._plan = plan
+        self._order = BatchOrder(plan)
         self._source = (
             reader
             if isinstance(reader, FedReader)
@@ -110,7 +112,7 @@ class BatchReader:
         Raises:
           MalformedMessageError: it is more than there is.
         """
-        return dealt_of(deal, self._plan)
+        return dealt_of(deal, self._order)
 
     def is_due(self, lease: Lease) -> bool:
         """Whether a lease is to be fetched before its batches are read."""

@@ -50,7 +50,8 @@ def test_what_is_dealt_of_many_rounds_travels_as_a_column(shuffle: Shuffle) -> N
         deal = deal_of(leases)
         assert deal.column == pb.DataColumn(first=first, apart=3, batches=15)
         assert not deal.leases
-        assert dealt_of(deal, SlotPlan.from_dict(slots.to_dict())) == leases
+        there = BatchOrder(SlotPlan.from_dict(slots.to_dict()))
+        assert dealt_of(deal, there) == leases
         assert tuple(data.held(name)) == tuple(leases)
     held = [b for lease in data.held("c") for b in lease.each()]
     assert [BatchOrder(slots).place(*b) for b in held] == [*range(2, 47, 3)]
@@ -62,7 +63,7 @@ def test_what_is_dealt_of_one_place_travels_as_a_lease() -> None:
         deal = deal_of(Leases(order, places), number=7)
         assert not deal.HasField("column")
         assert deal.sum == (7 if places else 0)
-        assert tuple(dealt_of(deal, order.plan)) == tuple(order.leases(places))
+        assert tuple(dealt_of(deal, order)) == tuple(order.leases(places))
 
 
 @pytest.mark.parametrize(("batches", "apart"), [(0, 3), (91, 1), (2, 0)])
@@ -70,4 +71,4 @@ def test_a_column_of_more_than_there_is_is_refused(batches: int, apart: int) -> 
     deal = pb.DataDeal(column=pb.DataColumn(first=1, apart=apart, batches=batches))
     said = f"{batches} batches, {apart} apart, were dealt of data with 90"
     with pytest.raises(MalformedMessageError, match=said):
-        dealt_of(deal, plan(90))
+        dealt_of(deal, BatchOrder(plan(90)))

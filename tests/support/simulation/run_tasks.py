@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from jgraph.cluster.loop_messages import dealt_of, rows_of
+from jgraph.coordination.data.batch_order import BatchOrder
 from jgraph.coordination.data.slots import Lease, SlotPlan
 from jgraph.coordination.data.sync_data import SyncData
 from jgraph.coordination.liveness.members import Arrangement
@@ -458,7 +459,7 @@ class SimulatedLoop:
                 if deal.over:
                     self.report("done")
                     return
-                leases = [*dealt_of(deal, self.world.plan)]
+                leases = [*dealt_of(deal, BatchOrder(self.world.plan))]
                 for lease in leases:
                     self.world.dealt.update(self.world.numbers(lease))
                 continue
