@@ -13,8 +13,8 @@ from jgraph.coordination.data.batch_book import BatchBook
 
 
 @final
-class Rows:
-    """The rows of some replicas.
+class RoundsAhead:
+    """What is dealt ahead to some replicas, in rows.
 
     Args:
       replicas: their numbers, in the order of a row.
@@ -22,7 +22,7 @@ class Rows:
     Example:
       >>> from jgraph.coordination.data.slots import Part, SlotPlan
       >>> book = BatchBook(SlotPlan([Part("data", 90)], batch_size=1, seed=0))
-      >>> rows = Rows([0, 1, 2])
+      >>> rows = RoundsAhead([0, 1, 2])
       >>> rows.take(1, 2, book), rows.take(0, 1, book)
       (range(1, 5, 3), range(0, 1, 3))
       >>> {replica: [*places] for replica, places in rows.left()}

@@ -27,7 +27,7 @@ from typing import Any, Final, TypeAlias, final
 
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.batch_order import Leases
-from jgraph.coordination.data.rounds_ahead import Rows
+from jgraph.coordination.data.rounds_ahead import RoundsAhead
 from jgraph.coordination.data.shares import Shares
 from jgraph.coordination.data.slots import Lease, SlotPlan
 from jgraph.errors import DataSlotError
@@ -81,7 +81,7 @@ class SyncData:
         self._numbers = {name: number for number, name in enumerate(self.replicas)}
         # Steps that replicas will get when they ask, before those of rows.
         self._reserved: dict[str, deque[Places]] = {n: deque() for n in self.replicas}
-        self._rows = Rows(self._numbers.values())
+        self._rows = RoundsAhead(self._numbers.values())
         # What replicas hold: by the number of a step's first batch who does, and the
         # places, if these are not just that number.
         self._holder: dict[int, int] = {}
@@ -275,7 +275,7 @@ class SyncData:
         for step in self._reserved.pop(replica, ()):
             for place in step:
                 self._book.give_back(place)
-        self._rows = Rows(self._numbers[name] for name in self._reserved)
+        self._rows = RoundsAhead(self._numbers[name] for name in self._reserved)
         lost = [n for n in self._numbers_of(replica) if n not in computed]
         if self._own:
             self._give_back(lost)

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 from jgraph.cluster.loop_messages import deal_of, dealt_of
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.batch_order import BatchOrder, Leases
-from jgraph.coordination.data.rounds_ahead import Rows
+from jgraph.coordination.data.rounds_ahead import RoundsAhead
 from jgraph.coordination.data.slots import Part, Shuffle, SlotPlan
 from jgraph.coordination.data.sync_data import SyncData
 from jgraph.errors import MalformedMessageError
@@ -24,7 +24,7 @@ def plan(batches: int, shuffle: Shuffle = "examples") -> SlotPlan:
 def test_each_batch_of_each_row_is_taken_once_or_left_to_its_replica(
     asks: list[tuple[int, int]], between: set[int]
 ) -> None:
-    book, rows = BatchBook(plan(5000)), Rows([7, 8, 9])
+    book, rows = BatchBook(plan(5000)), RoundsAhead([7, 8, 9])
     taken: dict[int, list[int]] = {7: [], 8: [], 9: []}
     others: list[int] = []
     for number, (who, count) in enumerate(asks):
