@@ -227,13 +227,27 @@ class _Trial:
     def moved(self) -> set[int]:
         """Returns leaves of tables that may change though the gradient is zeros."""
         mine = [n for n, is_of_table in enumerate(self.of_table) if is_of_table]
-        return set(mine) - _unchanged(self.whole, mine, self.gradients)
+        return set(mine) - unchanged_operands(self.whole, mine, self.gradients)
 
 
-def _unchanged(
+def unchanged_operands(
     flat: FlatUpdate, results: Sequence[int], zeros: Collection[int]
 ) -> set[int]:
-    """Returns which of some results are certain to be the operands of their places."""
+    """Returns which of some results are certain to be the operands of their places.
+
+    Args:
+      flat: a function of arrays.
+      results: places of those that are asked for.
+      zeros: places of the operands that are zeros.
+
+    Example:
+      >>> def step(n, total, g):
+      ...     total = total + g * g
+      ...     return jnp.where(n > 9, total, 0 * n), total, g
+      >>> flat = FlatUpdate.traced(step, [1.0, 2.0, 3.0])
+      >>> unchanged_operands(flat, range(3), zeros=[2])
+      {1, 2}
+    """
     jaxpr = flat.slice(results)
     facts = [_Is(zero=n in zeros, same=n) for n in range(len(jaxpr.invars))]
     proof = _Proof([_compat.array_type(v).dtype for v in jaxpr.invars])
@@ -397,28 +411,6 @@ class _Is:
 
 _ANYTHING = _Is()
 _Env: TypeAlias = dict[Var, _Is]
-
-
-def unchanged_operands(
-    fn: Any, operands: Sequence[Any], zeros: Collection[int]
-) -> set[int]:
-    """Returns which results are certain to be the operands of the same positions.
-
-    Args:
-      fn: a function of arrays that returns a sequence of arrays.
-      operands: arrays, or their shapes and dtypes.
-      zeros: positions of the operands that are zeros.
-
-    Example:
-      >>> def step(n, total, g):
-      ...     total = total + g * g
-      ...     return jnp.where(n > 9, total, 0 * n), total, g
-      >>> unchanged_operands(step, [1.0, 2.0, 3.0], zeros=[2])
-      {1, 2}
-    """
-    flat = FlatUpdate.traced(fn, operands)
-    count = min(len(flat.jaxpr.outvars), len(operands))
-    return _unchanged(flat, range(count), zeros)
 
 
 @final
