@@ -105,11 +105,7 @@ class RowStep:
         """
         names = [table.name for table in self.tables.tables]
         chosen = {t.name for t in self.tables.tables if t.number in self.whole}
-        rest = self.tables
-        if len(chosen) == len(names):
-            rest = replace(self.tables, tables=())
-        elif chosen:
-            rest = self.tables.without(dict.fromkeys(chosen, "all of it is here"))
+        rest = self.tables.without(dict.fromkeys(chosen, "all of it is here"))
         notes = [
             f"{name} is read and updated whole, where it lies"
             if name in chosen
