@@ -227,9 +227,13 @@ def _order(name: str, *lines: str) -> None:
 
 
 def _orders(name: str) -> list[Path]:
-    """Returns the files of orders that a daemon has not carried out yet."""
+    """Returns the files of orders that a daemon has not carried out, oldest first.
+
+    A task that starts may get the index of one that left, and that is to be forgotten.
+    """
     state = _state_file(name)
-    return sorted(state.parent.glob(f"{state.stem}.*{_ORDERS}"))
+    found = state.parent.glob(f"{state.stem}.*{_ORDERS}")
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
 
 def log_of(name: str, task: str) -> Path:
