@@ -27,6 +27,7 @@ from jgraph.train.strategies.local import Local, LocalRunner
 from jgraph.train.strategies.local_sgd import LocalSGD
 from jgraph.train.strategies.owners import Tables, choose_owners, owned_by
 from jgraph.train.strategies.sync_runner import SyncPS, SyncRunner
+from jgraph.view.units import count_text
 
 Strategy: TypeAlias = Local | AsyncPS | SyncPS | LocalSGD | Federated
 
@@ -174,7 +175,7 @@ def check_round(strategy: Strategy, dataset: Dataset, request: int | None) -> No
         raise DataError(
             f"with LocalSGD(sync_every={strategy.sync_every}) a worker takes {steps} "
             f"batches of {size} from one exchange to the next, and the data has "
-            f"{count} example{'s' * (count > 1)}, which are {most}; write "
+            f"{count_text(count, 'example')}, which are {most}; write "
             f"sync_every={most * strategy.fragments} or less, or a smaller batch_size",
             batch_size=size,
             examples=count,
