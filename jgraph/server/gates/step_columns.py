@@ -39,7 +39,7 @@ def steps_of(roster: Roster, columns: pb.Steps) -> Sequence[Step]:
     Raises:
       MalformedMessageError: they have different lengths, or nobody is so numbered.
     """
-    if not columns.replicas:
+    if not (columns.replicas or columns.ids):
         check_lengths(columns.handles, columns.step_ids)
         return tuple(zip(columns.handles, columns.step_ids, strict=True))
     numbers, ids = _column(columns.replicas), _column(columns.ids)

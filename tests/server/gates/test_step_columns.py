@@ -38,6 +38,7 @@ def column(*values: int) -> bytes:
     ("columns", "said"),
     [
         (pb.Steps(replicas=column(0, 1), ids=column(1)), "columns of 2 and 1 values"),
+        (pb.Steps(ids=column(1)), "columns of 0 and 1 values"),
         (pb.Steps(replicas=b"1234567", ids=column(1)), "a column of 7 bytes"),
         (pb.Steps(replicas=column(2), ids=column(1)), "of a run with 2 replicas"),
         (pb.Steps(replicas=column(-1), ids=column(1)), "number -1"),
