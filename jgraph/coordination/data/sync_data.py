@@ -215,6 +215,11 @@ class SyncData:
         """Whether each of these, by its place in ``replicas``, holds its batch."""
         return list(map(self._holder.get, numbers)) == replicas
 
+    def is_idle(self, replica: str) -> bool:
+        """Whether a replica holds nothing."""
+        number = self._numbers.get(replica)
+        return number is None or not self._held[number]
+
     def held(self, replica: str) -> Sequence[Lease]:
         """Returns what a replica holds."""
         steps = (self._places.get(n) or (n,) for n in self._numbers_of(replica))
@@ -222,9 +227,9 @@ class SyncData:
 
     def _numbers_of(self, replica: str) -> list[int]:
         """Returns the numbers of the steps that a replica holds."""
-        mine = self._numbers.get(replica, -1)
-        if mine < 0 or not self._held[mine]:
+        if self.is_idle(replica):
             return []
+        mine = self._numbers[replica]
         return [number for number, who in self._holder.items() if who == mine]
 
     def release(self, replica: str) -> None:

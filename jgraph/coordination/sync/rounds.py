@@ -213,5 +213,5 @@ class Rounds:
             if len(self._invited) >= wanted:
                 return
             is_new = name not in self._invited and name not in self._drops
-            if is_new and name in self._alive and not self._data.held(name):
+            if is_new and name in self._alive and self._data.is_idle(name):
                 self._invited[name] = None

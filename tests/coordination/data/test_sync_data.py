@@ -91,6 +91,10 @@ def test_whatever_is_late_or_lost_every_batch_counts_once_or_is_known_to_be_left
             (data.counted if kind == "c" else data.late)(number)
             counted[number] += kind == "c"
             assert not data.holds(name, number)
+        for other, numbers in held.items():
+            batches = [b for lease in data.held(other) for b in lease.each()]
+            assert sorted(order.plan.number(*b) for b in batches) == sorted(numbers)
+            assert data.is_idle(other) == (not numbers)
     assert set(counted.values()) <= {0, 1}
     end, unfinished = left(data)
     before = {order.number(place) for place in range(end)}
