@@ -6,12 +6,13 @@ import logging
 import os
 import re
 import threading
-from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 import jax
 import jax.export
 import jax.numpy as jnp
+
+from jgraph.rpc.frames import installed_version
 
 # Allocator settings (glibc malloc) of a server process.
 #
@@ -110,10 +111,7 @@ def wait_where_asked() -> bool:
 
 
 def _has_other_way() -> bool:
-    try:
-        found = re.match(r"(\d+)\.(\d+)", version("grpcio"))
-    except PackageNotFoundError:
-        return False
+    found = re.match(r"(\d+)\.(\d+)", installed_version("grpcio"))
     return found is not None and (int(found[1]), int(found[2])) <= _NEWEST_GRPC
 
 

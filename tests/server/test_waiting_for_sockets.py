@@ -26,7 +26,7 @@ def test_only_a_grpc_that_knows_the_other_way_is_told(
     monkeypatch: pytest.MonkeyPatch, installed: str, holds: bool
 ) -> None:
     """A newer one would print a line of an unknown name in each process."""
-    monkeypatch.setattr(process_setup, "version", lambda _: installed)
+    monkeypatch.setattr(process_setup, "installed_version", lambda _: installed)
     assert wait_where_asked() is holds
     assert (os.environ.get(EXPERIMENTS) == "-event_engine_listener") is holds
 
