@@ -242,6 +242,11 @@ class Rescale:
         """Whether a rescale waits for the end of all loops."""
         return self._state == "fencing"
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether the run has as many ps as it is to have, and nothing is under way."""
+        return self._state == "steady" and self._wanted == self.ps
+
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Takes an event at time ``now`` (seconds); returns what to do."""
         match event:
