@@ -247,6 +247,11 @@ class Rescale:
         """Whether the run has as many ps as it is to have, and nothing is under way."""
         return self._state == "steady" and self._wanted == self.ps
 
+    @property
+    def wanted(self) -> int:
+        """How many it is to have."""
+        return self._wanted
+
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Takes an event at time ``now`` (seconds); returns what to do."""
         match event:
