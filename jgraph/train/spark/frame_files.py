@@ -80,7 +80,7 @@ def check_columns(frame: Any, columns: Sequence[str] | None) -> list[str]:
         )
     chosen = frame.columns if columns is None else columns
     names = list(chosen) if isinstance(chosen, Iterable) else [chosen]
-    if not isinstance(chosen, Iterable) or not all(isinstance(n, str) for n in names):
+    if not all(isinstance(name, str) for name in names):
         raise ConfigError(
             f"columns is {columns!r:.60}; write a list of names: "
             f"columns={frame.columns[:2]!r}"
@@ -233,7 +233,7 @@ def _not_numbers(name: str, kind: str) -> ConfigError:
 
 def _directory(frame: Any, directory: str | os.PathLike[str] | None) -> Path:
     if directory is None:
-        master = str(_setting(frame, "spark.master", "local"))
+        master = _setting(frame, "spark.master", "local")
         if not master.startswith("local"):
             raise ConfigError(
                 f"the executors of {master} are on other hosts: name a directory that "
