@@ -102,18 +102,19 @@ def _rows(
         return rows
     count = replicas or 1
     most = len(offered) // count
-    if tasks is None and most:
-        return dealt(offered, count)
-    if tasks is None or not 1 <= tasks <= most:
-        what = f"tasks is {tasks}" if tasks is not None else f"replicas is {count}"
-        each = (
-            f" for each of {count} replicas" if tasks is not None and count > 1 else ""
-        )
-        raise PipelineError(
-            f"{what}, and balance has {len(offered)} ({', '.join(offered)}); give "
-            f"1 to {most or len(offered)}{each}, or their names"
-        )
-    return dealt(offered[: tasks * count], count)
+    if tasks is None:
+        if most:
+            return dealt(offered, count)
+        what, each = f"replicas is {count}", ""
+    else:
+        if 1 <= tasks <= most:
+            return dealt(offered[: tasks * count], count)
+        what = f"tasks is {tasks}"
+        each = f" for each of {count} replicas" if count > 1 else ""
+    raise PipelineError(
+        f"{what}, and balance has {len(offered)} ({', '.join(offered)}); give "
+        f"1 to {most or len(offered)}{each}, or their names"
+    )
 
 
 def task_of(name: str) -> TaskName:
