@@ -153,7 +153,7 @@ class Connection:
           to: whom.
         """
         self._check_open()
-        address = to or self.address
+        address, master = to or self.address, self.master
 
         def ask(remaining_s: float) -> Frame:
             asking = self._transport.ask(
@@ -168,7 +168,8 @@ class Connection:
             if str(error.details.get("task", "")).startswith("/job:"):
                 raise
             tasks = (t for t in self.tasks() if self.spec.address(t) == address)
-            task = next(tasks, address)
+            # A master that has left the cluster is none of its tasks.
+            task = next(tasks, address if to else master)
             text = f"{task} does not answer: {error.message}"
             raise type(error)(text, **{**error.details, "task": task}) from error
 

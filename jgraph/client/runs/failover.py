@@ -12,6 +12,7 @@ from jgraph.client.wait_for_tasks import view_of
 from jgraph.cluster import event_loop
 from jgraph.cluster.drain import told_to_end
 from jgraph.cluster.loop_messages import DealtData, plain
+from jgraph.cluster.polling import Polling
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import (
     ClusterUnreachableError,
@@ -62,8 +63,9 @@ def take_over(cluster: Connection, error: JGError) -> None:
       JGError: there is none.
     """
     old = cluster.master
-    others = [task for task in cluster.tasks() if task != old]
-    for task in [*sorted(others, key=lambda task: not is_ps(task)), old]:
+    # The old one last: it may have been started again, or have left the cluster.
+    order = sorted(cluster.tasks(), key=lambda task: (task == old, not is_ps(task)))
+    for task in order:
         if _may_be_master(cluster, task):
             cluster.move_to(task)
             if isinstance(error, TaskLeavingError | FencedError):
@@ -102,11 +104,33 @@ def ask_with_failover(cluster: Connection, ask: Callable[[], T]) -> T:
     return ask()
 
 
+def ask_while_replaced(
+    cluster: Connection, ask: Callable[[], T], polling: Polling
+) -> T:
+    """Asks so, and again for some time where nobody is there to be master either.
+
+    Args:
+      cluster: the client.
+      ask: asks what may be asked any number of times.
+      polling: as long as this goes on.
+
+    Raises:
+      JGError: something else is lost, or it takes longer.
+    """
+    while True:
+        try:
+            return ask_with_failover(cluster, ask)
+        except (ClusterUnreachableError, TaskLostError) as error:
+            if error.details.get("task") != cluster.master or not polling.wait():
+                raise
+
+
 def _do_without(cluster: Connection, master: TaskName, error: JGError) -> None:
     """Makes another server the master, if an error is of the loss of that one."""
     if error.details.get("task", master) != master:
         raise error
-    take_over(cluster, error)
+    if cluster.master == master:  # who follows a run may have found another
+        take_over(cluster, error)
 
 
 def _may_be_master(cluster: Connection, task: TaskName) -> bool:

@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias, final
+from typing import Final, TypeAlias, TypeVar, final
 
 from jgraph.client.connection import Connection
 from jgraph.client.logs import EventTail
+from jgraph.client.runs.failover import ask_while_replaced
 from jgraph.client.runs.runs import RunInfo, runs_of
 from jgraph.cluster.events import Event
 from jgraph.cluster.options import check_seconds
@@ -39,6 +40,7 @@ _STAGES: Final = (
     "into a pipeline of other tasks"
 )
 _CHANGE: Final = re.compile(r"[+-]\d{1,6}")
+T = TypeVar("T")
 _Waiting: TypeAlias = Callable[[Polling], list[TaskName]]
 """Waits for what was begun; returns the tasks that there are then."""
 _NAMES: Final[Mapping[str, str]] = {"worker": "workers", "ps": "parameter servers"}
@@ -90,16 +92,48 @@ class Scaler:
                 "which starts tasks; nothing was done, call it again"
             )
         try:
-            waits = self._begin(workers, ps)
+            waits = self._begin(workers, ps, polling)
         finally:
             self.turn.release()
         return {job: wait(polling) for job, wait in waits.items()}
 
+    def _ask(self, ask: Callable[[], T], polling: Polling) -> T:
+        return ask_while_replaced(self.cluster, ask, polling)
+
+    def _tell(
+        self, act: Callable[[TaskName], None], task: TaskName, polling: Polling
+    ) -> None:
+        """Tells a task to leave, or others of that, once who looks after it is back.
+
+        Args:
+          act: does it; may be done twice.
+          task: which leaves.
+          polling: as long as this goes on.
+        """
+        while True:
+            try:
+                self._ask(lambda: act(task), polling)
+            except RescaleError as error:
+                is_away = error.details.get("task", task) != task
+                if not is_away or not polling.wait():
+                    raise
+            else:
+                return
+
+    def _running(self, names: Sequence[str], polling: Polling) -> list[RunInfo]:
+        """Returns those of some runs that are not over."""
+        runs = self._ask(lambda: runs_of(self.cluster), polling)
+        return [run for run in runs if run.name in names and run.state == "running"]
+
     def _begin(
-        self, workers: int | str | None, ps: int | str | None
+        self, workers: int | str | None, ps: int | str | None, polling: Polling
     ) -> dict[str, _Waiting]:
-        """Starts tasks, and tells others to leave; returns what waits for them."""
-        status = self.cluster.status_now()
+        """Starts tasks, and tells others to leave; returns what waits for them.
+
+        What is wanted is a number from here on: a master that is lost meanwhile is
+        asked for the same again, or the next one is.
+        """
+        status = self._ask(self.cluster.status_now, polling)
         lost = set(map(TaskName, status.missing))
         leaves = {TaskName(t.task) for t in status.tasks if t.state != "ready"}
         wanted = {
@@ -107,17 +141,18 @@ class Scaler:
             for job, count in (("worker", workers), ("ps", ps))
             if count is not None
         }
-        runs = [run for run in runs_of(self.cluster) if run.state == "running"]
+        found = self._ask(lambda: runs_of(self.cluster), polling)
+        runs = [run for run in found if run.state == "running"]
         for job, count in wanted.items():
             for run in runs:
                 _check_bounds(run, job, count, len(self.cluster.tasks(job)))
         waits = {}
         for job, count in wanted.items():
             if job == "ps":
-                waits[job] = self._scale_ps(count, runs, lost)
+                waits[job] = self._scale_ps(count, runs, lost, polling)
             else:
                 leavers = who_leaves(self.cluster.tasks(job), count, lost, leaves)
-                waits[job] = self._scale_workers(count, leavers, runs)
+                waits[job] = self._scale_workers(count, leavers, runs, polling)
         return waits
 
     def _scale_workers(
@@ -125,17 +160,18 @@ class Scaler:
         wanted: int,
         leavers: Sequence[TaskName],
         runs: Sequence[RunInfo],
+        polling: Polling,
     ) -> _Waiting:
         before = self.cluster.tasks("worker")
         events = EventTail(self.cluster.transport, self.cluster.spec)
         if self.wait and runs:
             events.new()  # of what was before
         for task in leavers:
-            self._check_holds_nothing(task, [run.container for run in runs])
+            self._check_holds_nothing(task, [run.container for run in runs], polling)
         if wanted > len(before):
             self.start("worker", wanted - len(before))
         for task in leavers:
-            self.leave(task)
+            self._tell(self.leave, task, polling)
 
         def wait(polling: Polling) -> list[TaskName]:
             if not self.wait:
@@ -147,15 +183,18 @@ class Scaler:
 
         return wait
 
-    def _check_holds_nothing(self, task: TaskName, runs: Sequence[str]) -> None:
+    def _check_holds_nothing(
+        self, task: TaskName, runs: Sequence[str], polling: Polling
+    ) -> None:
         """Refuses to let a worker go that holds what is nobody's copy.
 
         Args:
           task: the worker.
           runs: containers of runs, which do without it.
+          polling: see ``ask_while_replaced``.
         """
         try:
-            left_over = self._left_over(task, runs)
+            left_over = self._left_over(task, polling, runs)
         except (ClusterUnreachableError, TaskLostError):
             return  # it is lost, with what it held
         if names := [name for name in left_over if not is_own(name)]:
@@ -166,6 +205,7 @@ class Scaler:
         wanted: int,
         runs: Sequence[RunInfo],
         lost: Collection[TaskName],
+        polling: Polling,
     ) -> _Waiting:
         before = self.cluster.tasks("ps")
         leavers = before[wanted:]  # a run has its variables on the first ones
@@ -174,12 +214,12 @@ class Scaler:
         for task in leavers:
             if task in lost:
                 _check_unused(task, before.index(task), elastic)
-            elif left_over := self._left_over(task, moves):
+            elif left_over := self._left_over(task, polling, moves):
                 raise _still_holds(task, left_over)
         if wanted > len(before):
             self.start("ps", wanted - len(before))
         for task in reversed(leavers):
-            self.announce(task)
+            self._tell(self.announce, task, polling)
         names = [run.name for run in runs]
 
         def wait(polling: Polling) -> list[TaskName]:
@@ -204,7 +244,7 @@ class Scaler:
         held: RescaleError | None = None
         while True:
             self._wait_moved(wanted, names, polling)
-            self.cluster.refresh()
+            self._ask(self.cluster.refresh, polling)
             there = self.cluster.tasks("ps")[wanted:]
             late = [(task, self.cluster.find(task)) for task in reversed(there)]
             held = None
@@ -214,13 +254,13 @@ class Scaler:
                 with suppress(ClusterUnreachableError, TaskLostError):
                     if process not in announced:
                         announced.add(process)
-                        self.announce(process[0])
+                        self._tell(self.announce, process[0], polling)
                     # A save under way reads a copy there.
-                    if left_over := self._left_over(process[0], copies=True):
+                    if left_over := self._left_over(process[0], polling, copies=True):
                         held = _still_holds(process[0], left_over)
                         continue
                     ending.add(process)
-                    self.leave(process[0])
+                    self._tell(self.leave, process[0], polling)
             if not late or not (self.wait or ending < set(late)):
                 return
             if not polling.wait():
@@ -233,7 +273,7 @@ class Scaler:
     ) -> None:
         """Waits until those that were started are members, and leavers none."""
         while True:
-            self.cluster.refresh()
+            self._ask(self.cluster.refresh, polling)
             there = self.cluster.tasks(job)
             late = [task for task in leavers if task in there]
             if len(there) >= wanted and not late:
@@ -261,7 +301,7 @@ class Scaler:
             workers = set(self.cluster.tasks("worker"))
             waits = {
                 run.name: sorted(workers - set(run.workers))
-                for run in _running(self.cluster, names)
+                for run in self._running(names, polling)
                 if run.bounds is not None
             }
             late = {name: tasks for name, tasks in waits.items() if tasks}
@@ -288,7 +328,7 @@ class Scaler:
         while True:
             late = [
                 run
-                for run in _running(self.cluster, names)
+                for run in self._running(names, polling)
                 if run.ps_bounds is not None and run.ps != wanted
             ]
             if not late:
@@ -302,19 +342,25 @@ class Scaler:
                     run=late[0].name,
                 )
             if any(run.ps > wanted for run in late):
-                self.cluster.refresh()
+                self._ask(self.cluster.refresh, polling)
             if self.cluster.arrangement != number:
                 number = self.cluster.arrangement
                 for task in self.cluster.tasks("ps")[wanted:]:
-                    self.announce(task)
+                    self._tell(self.announce, task, polling)
 
     def _left_over(
-        self, task: TaskName, moves: Sequence[str] = (), *, copies: bool = False
+        self,
+        task: TaskName,
+        polling: Polling,
+        moves: Sequence[str] = (),
+        *,
+        copies: bool = False,
     ) -> list[str]:
         """Returns the names of what a task holds.
 
         Args:
           task: a ps, or a worker.
+          polling: see ``ask_while_replaced``.
           moves: containers that are left out, and copies of them: they move.
           copies: also copies that are about to be dropped.
 
@@ -322,7 +368,9 @@ class Scaler:
           TaskLostError: it does not answer.
         """
         query = frame(variable_query=pb.VariableQuery())
-        table = body_of(self.cluster.call("Master.Variables", query))
+        call = self.cluster.call
+        reply = self._ask(lambda: call("Master.Variables", query), polling)
+        table = body_of(reply)
         for error in map(from_status, table.missing):
             if error.details.get("task") == task:
                 raise error
@@ -440,12 +488,6 @@ def wanted_tasks(job: str, count: object, now: int) -> int:
             f"{names}; a cluster keeps 1 at least, cluster.shutdown() ends it"
         )
     return wanted
-
-
-def _running(cluster: Connection, names: Sequence[str]) -> list[RunInfo]:
-    """Returns those of some runs that are not over."""
-    runs = runs_of(cluster)
-    return [run for run in runs if run.name in names and run.state == "running"]
 
 
 def _check_bounds(run: RunInfo, job: str, wanted: int, now: int) -> None:

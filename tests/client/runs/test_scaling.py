@@ -16,6 +16,7 @@ from jgraph.train.strategies.elastic import Elastic
 from tests.support.counting import BATCH, IDS, after, trainer
 from tests.support.servers import *  # noqa: F403  # fixtures
 from tests.support.servers import Servers
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -83,6 +84,50 @@ def test_a_worker_that_is_lost_is_the_first_that_leaves() -> None:
                     f"/job:worker/task:{index}" for index in (0, 2)
                 ]
             assert cluster.scale(ps=1) == ["/job:ps/task:0"]  # no run has used it
+    finally:
+        servers.stop()
+
+
+def test_a_client_whose_master_is_lost_scales_through_another() -> None:
+    servers = Servers(ps=1, worker=3)
+    master = "/job:worker/task:2"
+    try:
+        with connect(servers.server(master).target, timeout_s=20) as cluster:
+            servers.lose(master)
+            assert cluster.scale(workers="-1") == [
+                "/job:worker/task:0",
+                "/job:worker/task:1",
+            ]
+            assert cluster.master == "/job:ps/task:0"
+    finally:
+        servers.stop()
+
+
+def test_a_client_lets_its_own_master_leave() -> None:
+    servers = Servers(ps=1, worker=2)
+    try:
+        with connect(servers.servers[-1].target, timeout_s=20) as cluster:
+            assert cluster.master == "/job:worker/task:1"
+            assert cluster.scale(workers=1) == ["/job:worker/task:0"]
+            assert cluster.master == "/job:ps/task:0"
+    finally:
+        servers.stop()
+
+
+def test_scaling_waits_for_who_numbers_the_tasks_to_be_started_again() -> None:
+    """The first ps is the master of this client, too."""
+    servers = Servers(ps=1, worker=2)
+    registrar = "/job:ps/task:0"
+    try:
+        with (
+            connect(servers.server(registrar).target, timeout_s=20) as cluster,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            servers.lose(registrar)
+            scaling = pool.submit(cluster.scale, workers=1)
+            wait_until(lambda: cluster.master != registrar)
+            servers.start_again(registrar)
+            assert scaling.result(30) == ["/job:worker/task:0"]
     finally:
         servers.stop()
 
