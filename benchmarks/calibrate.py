@@ -41,11 +41,11 @@ from jgraph.server.gates.step_columns import (
     steps_of,
 )
 from jgraph.testing import Computing, Costs, dense_step, load_costs, simulate
-from jgraph.testing.scale.costs import save_costs
+from jgraph.testing.scale.costs import CROWD, save_costs
 from jgraph.testing.scale.simulate import Mode
 
 MB: Final = 16
-_MANY: Final = 4
+_MANY: Final = CROWD - 1  # and a ps
 GBIT: Final = 10.0
 ROUNDS: Final = 3
 

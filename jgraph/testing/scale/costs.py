@@ -17,6 +17,8 @@ from jgraph.plan.auto.cost_model import Link, TaskSpeed
 from jgraph.testing.scale.queues import MessageCost
 
 _FORMAT: Final = 1
+CROWD: Final = 5
+"""Tasks that calibration crowds its machine with: four workers and a ps."""
 MEASURED: Final = pathlib.Path(__file__).with_name("cost_model.json")
 """The calibration that comes with the package."""
 
@@ -47,8 +49,8 @@ class Costs:
       arbiter_event_s: of an event of the arbiter.
       gate_event_s: of an event of a gate.
       dispatch_event_s: of an ask for batches.
-      crowding_async: how many times a step costs, beside its bytes, while there are
-        twice as many tasks on a host as cores.
+      crowding_async: how many times as much a step costs, beside its bytes, while
+        ``CROWD`` tasks want the cores of that machine.
       crowding_sync: the same of synchronous steps.
       crowding_bytes: the same of bytes.
       link: seconds of a message that are no CPU, and bytes per second of a task's
@@ -118,13 +120,20 @@ class Costs:
             ),
         )
 
-    def crowded(self, mode: str, share: float) -> "Costs":
-        """Returns the same on a host with more tasks than cores.
+    def crowded(self, mode: str, tasks: int, cores: float) -> "Costs":
+        """Returns the same on a host whose tasks take turns on its cores.
+
+        A task that gets a core finds there what it left in the caches unless another
+        had that core meanwhile. So what crowding adds is in proportion to the share of
+        the tasks that wait, ``1 - cores / tasks``: as much as measured with ``CROWD``
+        tasks, more with more of them, and never more than where all others wait.
 
         Args:
           mode: "sync" or "async".
-          share: 1.0 with twice as many tasks as cores.
+          tasks: how many.
+          cores: that they share.
         """
+        share = _waiting(tasks, cores) / (_waiting(CROWD, self.cores) or 1.0)
         full = self.crowding_sync if mode == "sync" else self.crowding_async
         times = {"byte": self.crowding_bytes, "step": full}
         changed: dict[str, Any] = {
@@ -154,6 +163,11 @@ class Costs:
             "GB/s of each task, each way"
         )
         return "\n".join(lines)
+
+
+def _waiting(tasks: int, cores: float) -> float:
+    """Returns which share of tasks that all have work to do has no core."""
+    return max(0.0, 1 - cores / tasks)
 
 
 def _text(name: str, value: float) -> str:

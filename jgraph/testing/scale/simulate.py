@@ -151,8 +151,7 @@ def simulate(
     )
     sim = Simulation(seed)
     if cores is not None:
-        tasks = workers + len(shares)
-        costs = costs.crowded(mode, min(1.0, max(0.0, tasks - cores) / cores))
+        costs = costs.crowded(mode, workers + len(shares), cores)
     # Tasks of one host compute in one piece, as they are planned.
     parts = [Part()] if cores is not None else parts_of(step, costs, len(shares))
     message = costs.message(mode)

@@ -170,6 +170,32 @@ def test_tasks_of_one_host_take_the_cores_that_there_are(mode: Any) -> None:
     assert rate(8, 2) == pytest.approx(2 * rate(8, 1), rel=0.3)
 
 
+def test_bytes_cost_the_more_the_more_tasks_wait_for_a_core_of_their_host() -> None:
+    """As measured with four workers and a ps on two cores; one each costs nothing."""
+    costs = replace(COSTS, cores=2, crowding_bytes=1.6, crowding_async=1.0)
+    none = Computing(0.0)
+
+    def times(workers: int) -> float:
+        found = simulate(
+            dense_step(1_000),
+            workers=workers,
+            ps=1,
+            mode="async",
+            steps=2,
+            computing=none,
+            costs=costs,
+            cores=2,
+        )
+        assert found.costs.push_s == costs.push_s
+        return found.costs.push_byte_s / costs.push_byte_s
+
+    assert times(1) == 1.0
+    assert times(4) == pytest.approx(1.6)
+    assert times(2) == pytest.approx(1 + 0.6 * (1 / 3) / (3 / 5))
+    assert times(8) == pytest.approx(1 + 0.6 * (7 / 9) / (3 / 5))
+    assert times(300) < 1 + 0.6 / (3 / 5), "no more than where all others wait"
+
+
 def test_more_ps_than_variables_is_told() -> None:
     found = simulate(dense_step(100, variables=2), workers=1, ps=5, steps=2)
     assert found.ps == 2
