@@ -8,8 +8,8 @@ a cluster. One JSON line for each row of the table:
    10 Gbit/s: synchronous steps/s of all over those of one; beside it with 34 and 100
    ps, with 100 ps and 104 workers of which an update takes 100, and asynchronous.
 3. 8 and 512 workers with as many ps, VGG-16 as planned (553 MB), 0.6 s (on P100s), 25
-   Gbit/s: share of the time that a worker computes. Its bytes are spread evenly, as by
-   a partitioner.
+   Gbit/s: share of the time that a worker computes; beside it ResNet-50 (102 MB), 0.29
+   s. Their bytes are spread evenly, as by a partitioner.
 4. A scalar, 16 ps: an update of 100 workers over one of 1 worker.
 5. 100 MB, 16 ps: the same.
 6. 50 workers and backup workers: how many make updates shortest, and how many are best
@@ -31,7 +31,7 @@ from flax import nnx
 
 import jgraph as jg
 from benchmarks import machines, measure
-from benchmarks.models import vgg16
+from benchmarks.models import resnet50, vgg16
 from jgraph.examples import inception
 from jgraph.plan.traffic import StepTraffic
 from jgraph.testing import Computing, Costs, dense_step, load_costs, simulate
@@ -94,23 +94,30 @@ def speedup(figures: dict[str, Any]) -> float:
 
 def efficiency(figures: dict[str, Any]) -> list[float]:
     """Row 3."""
-    model = vgg16.Vgg16(rngs=nnx.Rngs(0))
-    tx, batch = optax.sgd(0.1), vgg16.examples()
-    step = as_planned(model, vgg16.loss_fn, tx, batch, vgg16.BATCH)
+    figures["resnet50"] = shares(resnet50, resnet50.ResNet50, 0.29, {})
+    return shares(vgg16, vgg16.Vgg16, 0.6, figures)
+
+
+def shares(
+    work: Any, model: Callable[..., Any], computing_s: float, figures: dict[str, Any]
+) -> list[float]:
+    """Returns which share of the time 8 and 512 workers of a model compute."""
+    tx, batch = optax.sgd(0.1), work.examples()
+    step = as_planned(model(rngs=nnx.Rngs(0)), work.loss_fn, tx, batch, work.BATCH)
     figures["pieces"] = len(step.pieces)
-    shares = []
+    found = []
     for workers in (8, 512):
-        found = simulate(
+        run = simulate(
             step,
             workers=workers,
             ps=workers,
             steps=10,
-            computing=Computing(0.6),
+            computing=Computing(computing_s),
             costs=costs(25),
         )
-        shares.append(round(0.6 * found.steps_per_s / workers, 3))
-        figures[f"busy_{workers}"] = rounded(found.busy)
-    return shares
+        found.append(round(computing_s * run.steps_per_s / workers, 3))
+        figures[f"busy_{workers}"] = rounded(run.busy)
+    return found
 
 
 def growth(nbytes: int, variables: int) -> Callable[[dict[str, Any]], float]:

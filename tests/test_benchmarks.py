@@ -3,12 +3,14 @@
 import argparse
 import importlib
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -47,6 +49,7 @@ from benchmarks import (
     transport,
     variables,
 )
+from benchmarks.models import resnet50
 
 Lines = list[dict[str, Any]]
 Bench = Callable[..., Lines]
@@ -550,6 +553,12 @@ def test_a_run_is_watched_in_turns_with_nobody_who_watches(bench: Bench) -> None
     assert set(line["cores_more_at_rest"]) == set(line["task_cores"])
     assert line["steps_per_s"] > 10
     assert line["rss_mb"] > 20
+
+
+def test_resnet_50_has_as_many_parameters_as_published() -> None:
+    model = nnx.eval_shape(lambda: resnet50.ResNet50(rngs=nnx.Rngs(0)))
+    parameters = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert sum(math.prod(one.shape) for one in parameters) == 25_557_032
 
 
 def test_epsilon_of_digits_is_that_of_the_accountant(bench: Bench) -> None:
