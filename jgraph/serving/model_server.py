@@ -126,6 +126,7 @@ class ModelServer:
         self._clock = SystemClock()
         self._loader = ThreadPoolExecutor(1, "jgraph-load", yield_to_others)
         self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), "jgraph-serve")
+        self._bodies = ThreadPoolExecutor(1, "jgraph-json")
         self._models = Models(self._clock)
         self._tasks: list[asyncio.Task[Any]] = []
         self._grpc: asyncio.Task[None] | None = None
@@ -215,6 +216,7 @@ class ModelServer:
         door = HttpDoor(
             self._models,
             self.token,
+            aside=self._bodies,
             allow_control=self._allow_control,
             max_message=self._max_message,
             is_loopback=is_loopback(self._bind),
@@ -392,6 +394,7 @@ class ModelServer:
             model.close()
         self._loader.shutdown(wait=False)
         self._threads.shutdown(wait=False)
+        self._bodies.shutdown(wait=False)
 
     async def _stop(self, drain_s: float) -> None:
         self._models.says_ready = False

@@ -5,6 +5,7 @@ import functools
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Executor
 from typing import Any, Final, TypeAlias, TypeVar, final
 
 import numpy as np
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jgraph import __version__
 from jgraph.errors import HttpRequestError, MessageTooLargeError, ModelInputError
 from jgraph.rpc.http_port import DirectAnswer, DirectBody, PlainProtocol
+from jgraph.rpc.json_pieces import PieceDecoder, written, written_in_pieces
 from jgraph.rpc.security.token import METADATA_KEY, Token
 from jgraph.serving.inference import (
     EXTENSIONS,
@@ -43,6 +45,10 @@ from jgraph.serving.signature import (
 )
 from jgraph.serving.statistics import Metrics
 
+LARGE: Final = 64 << 10
+"""Bytes of JSON beyond which it is read and written in a thread, in pieces."""
+NUMBER: Final = 16
+"""Bytes of JSON that a number of an answer has, about."""
 BODY_S: Final = 10.0
 """A body is here by then."""
 HEADER_LENGTH: Final = "inference-header-content-length"
@@ -73,6 +79,8 @@ class HttpDoor:
       allow_control: whether they may load and unload models.
       max_message: bytes of a body.
       is_loopback: only names of this machine are taken for it.
+      aside: where large JSON is read and written; one thread, as two at once would
+        only wait for each other.
     """
 
     def __init__(
@@ -80,6 +88,7 @@ class HttpDoor:
         models: Models,
         token: Token,
         *,
+        aside: Executor,
         allow_control: bool,
         max_message: int,
         is_loopback: bool,
@@ -87,6 +96,7 @@ class HttpDoor:
         self.models = models
         self.allow_control = allow_control
         self._token = token
+        self._aside = aside
         self._max_message = max_message
         self._is_loopback = is_loopback
 
@@ -149,6 +159,17 @@ class HttpDoor:
         except TimeoutError:
             raise HTTPException(408, f"the body was not here in {BODY_S:g} s") from None
         return b"".join(chunks)
+
+    async def where_due(self, nbytes: int, function: Callable[..., T], *args: Any) -> T:
+        """Returns what a function gives that reads or writes JSON of such a size.
+
+        Small JSON is read where it comes, for less than a thread costs. While a large
+        one is, in a thread, small requests are answered.
+        """
+        if nbytes <= LARGE:
+            return function(*args)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._aside, function, *args)
 
 
 async def while_there(request: Request, answer: Awaitable[T]) -> T:
@@ -230,9 +251,13 @@ def parsed(body: bytes, *, allows_nan: bool) -> dict[str, Any]:
       {'a': [1]}
     """
     try:
-        found = (_LOOSE if allows_nan else _STRICT).decode(body.decode())
+        decoder: Any = _LOOSE if allows_nan else _STRICT
+        if len(body) > LARGE:
+            decoder = PieceDecoder(decoder)
+        found = decoder.decode(body.decode())
         if b"\\u" in body:  # half of a character has a number, and no bytes
-            json.dumps(found, ensure_ascii=False).encode()
+            for part in _AS_IT_IS.iterencode(found):
+                part.encode()
     except (ValueError, RecursionError) as error:
         raise ModelInputError(f"the body is no JSON object: {error!s:.200}") from error
     if not isinstance(found, dict):
@@ -251,6 +276,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+_AS_IT_IS: Final = json.JSONEncoder(ensure_ascii=False)
 _LOOSE: Final = json.JSONDecoder(object_pairs_hook=_unique)
 _STRICT: Final = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_number)
 
@@ -362,15 +388,19 @@ class InferenceRoutes:
         return JSONResponse({})
 
     async def _infer(self, request: Request) -> Response:
-        name, body = request.path_params["model"], await self._door.body(request)
-        inference = _Inference(body, request.headers)
+        name, door = request.path_params["model"], self._door
+        body = await door.body(request)
+        size = json_nbytes(request.headers, body)
+        inference = await door.where_due(size, _Inference, body, request.headers)
         model = self._models.model(name)
         with model.routed(version_of(request), inference.key) as version:
+            await door.where_due(size, inference.read, version)
             asked = inference.asked(self._models, version)
             answer = self._models.at_once(asked)
             if answer is None:
                 answer = await while_there(request, self._models.answer(asked))
-        headers, content = inference.content(name, answer)
+        size = inference.nbytes_of(answer)
+        headers, content = await door.where_due(size, inference.content, name, answer)
         return Response(content, headers=headers)
 
     def direct(self, path: str, headers: Mapping[str, str]) -> DirectBody | None:
@@ -405,6 +435,7 @@ class InferenceRoutes:
         try:
             inference = _Inference(body, headers)
             with model.routed(version_name, inference.key) as version:
+                inference.read(version)
                 asked = inference.asked(self._models, version)
                 answer = self._models.at_once(asked)
             if answer is not None:
@@ -430,38 +461,81 @@ class _Inference:
       ModelInputError: it is none.
     """
 
-    __slots__ = ("_binary", "_json", "_options", "_wanted", "key", "number")
+    __slots__ = (
+        "_binary",
+        "_function",
+        "_json",
+        "_options",
+        "_values",
+        "_wanted",
+        "key",
+        "number",
+    )
 
     def __init__(self, body: bytes, headers: Mapping[str, str]) -> None:
         self._json, self._binary = decoded(body, headers.get(HEADER_LENGTH))
         self._options = object_in(self._json, "parameters")
+        self._function = str(self._options.get("signature_name", ""))
+        self._values: dict[str, Array] = {}
         self._wanted: dict[str, bool] = {}
         self.number = self._json.get("id", "")
         if not isinstance(self.number, str):
             raise ModelInputError("'id' is a string")
         self.key = headers.get(KEY, self.number)
 
+    def read(self, version: ServedVersion) -> None:
+        """Makes its inputs arrays, as a version takes them.
+
+        Raises:
+          ModelInputError: they are not what it takes.
+        """
+        signature = signature_of(version, self._function)
+        self._values = inputs_of(self._json, self._binary, signature)
+
     def asked(self, models: Models, version: ServedVersion) -> Asked:
-        """Returns it for a version, checked.
+        """Returns it for a version, checked, once its inputs are read.
 
         Raises:
           ModelInputError: it is not what the version takes.
         """
-        options = self._options
-        function = str(options.get("signature_name", ""))
-        values = inputs_of(self._json, self._binary, signature_of(version, function))
-        self._wanted = wanted_outputs(self._json, options)
-        timeout_s = asked_timeout(options.get("timeout"), None)
-        return models.asked(version, function, values, self._wanted, timeout_s)
+        self._wanted = wanted_outputs(self._json, self._options)
+        timeout_s = asked_timeout(self._options.get("timeout"), None)
+        return models.asked(
+            version, self._function, self._values, self._wanted, timeout_s
+        )
+
+    def nbytes_of(self, answer: Answer) -> int:
+        """Returns how large the JSON of a response is, about."""
+        are_binary = self._options.get("binary_data_output") is True
+        return NUMBER * sum(
+            value.size
+            for spec, value in answer.outputs
+            if not self._wanted.get(spec.name, are_binary)
+        )
 
     def content(self, name: str, answer: Answer) -> tuple[dict[str, str], bytes]:
         """Returns the headers and the body of a response."""
         are_binary = self._options.get("binary_data_output") is True
-        return _content(name, self.number, answer, self._wanted, are_binary=are_binary)
+        write = written if self.nbytes_of(answer) <= LARGE else written_in_pieces
+        body, raw = _body(
+            name, self.number, answer, self._wanted, are_binary=are_binary
+        )
+        head = write(body)
+        if not raw:
+            return {"content-type": _TYPES[0]}, head
+        headers = {"content-type": _TYPES[1], HEADER_LENGTH: str(len(head))}
+        return headers, b"".join([head, *raw])
 
 
 def _route(method: str, path: str, handler: Handler) -> Route:
     return Route(path, refusing(handler), methods=[method])
+
+
+def json_nbytes(headers: Mapping[str, str], body: bytes) -> int:
+    """Returns how long the JSON of a body is, if it is as its headers say."""
+    length = headers.get(HEADER_LENGTH, "")
+    is_number = length.isascii() and length.isdigit() and len(length) < 20
+    return min(int(length), len(body)) if is_number else len(body)
 
 
 def decoded(body: bytes, json_nbytes: str | None) -> tuple[dict[str, Any], memoryview]:
@@ -574,16 +648,16 @@ def wanted_outputs(asked: dict[str, Any], options: dict[str, Any]) -> dict[str, 
     return wanted
 
 
-def as_list(spec: TensorSpec, value: Array) -> list[Any]:
-    """Returns a value as numbers of JSON."""
+def numbers_of(spec: TensorSpec, value: Array) -> Array:
+    """Returns a value whose numbers JSON has."""
     wide = _WIDE.get(spec.dtype)
-    found: list[Any] = (value if wide is None else value.astype(wide)).tolist()
-    return found
+    return value if wide is None else value.astype(wide)
 
 
-def _content(
+def _body(
     name: str, number: str, answer: Answer, wanted: dict[str, bool], *, are_binary: bool
-) -> tuple[dict[str, str], bytes]:
+) -> tuple[dict[str, Any], list[bytes]]:
+    """Returns what becomes the JSON of a response, and the tensors after it."""
     outputs: list[dict[str, Any]] = []
     raw: list[bytes] = []
     for spec, value in answer.outputs:
@@ -594,7 +668,7 @@ def _content(
             raw.append(value.tobytes())
             tensor["parameters"] = {"binary_data_size": len(raw[-1])}
         else:
-            tensor["data"] = as_list(spec, value.ravel())
+            tensor["data"] = numbers_of(spec, value.ravel())
         outputs.append(tensor)
     body: dict[str, Any] = {"model_name": name, "model_version": str(answer.version)}
     if number:
@@ -602,11 +676,7 @@ def _content(
     if answer.facts:
         body["parameters"] = dict(answer.facts)
     body["outputs"] = outputs
-    head = json.dumps(body).encode()
-    if not raw:
-        return {"content-type": _TYPES[0]}, head
-    headers = {"content-type": _TYPES[1], HEADER_LENGTH: str(len(head))}
-    return headers, b"".join([head, *raw])
+    return body, raw
 
 
 def protocol_of(routes: InferenceRoutes) -> type[asyncio.Protocol]:

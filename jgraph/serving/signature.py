@@ -40,6 +40,8 @@ FLOATS: Final = frozenset({"float16", "float32", "float64", "bfloat16"})
 MAX_RANK: Final = 32
 FEW: Final = 64
 """Numbers that Python looks at sooner than NumPy."""
+PART: Final = 1024
+"""Elements of a list that become an array in one call."""
 
 
 @final
@@ -303,7 +305,7 @@ def array_of_numbers(spec: TensorSpec, value: Any) -> Array:
     """
     wanted = spec.np_dtype
     try:
-        array = np.asarray(value)
+        array = _as_array(value)
     except (ValueError, OverflowError, RecursionError) as error:
         raise _no_numbers(spec, f"is no array: {str(error).splitlines()[0]}") from error
     if not array.size:
@@ -321,6 +323,23 @@ def array_of_numbers(spec: TensorSpec, value: Any) -> Array:
     if wanted.kind != "b" and not is_finite(cast) and np.isfinite(array).all():
         raise _no_numbers(spec, f"has values that {spec.dtype} does not hold")
     return cast
+
+
+def _as_array(value: Any) -> Array:
+    """Returns what NumPy makes of a value; of a long list in parts.
+
+    Between them other threads have a turn; parts that are not alike are NumPy's matter.
+    """
+    if not isinstance(value, list) or len(value) <= PART:
+        return np.asarray(value)
+    starts = range(0, len(value), PART)
+    try:
+        parts = [np.asarray(value[first : first + PART]) for first in starts]
+    except ValueError:
+        return np.asarray(value)  # what it says then is about the whole
+    if len({(part.dtype, part.shape[1:]) for part in parts}) > 1:
+        return np.asarray(value)
+    return np.concatenate(parts)
 
 
 def _no_numbers(spec: TensorSpec, why: str) -> ModelInputError:

@@ -1,6 +1,6 @@
 """TensorFlow Serving's REST calls: ``:predict`` and the status of a model."""
 
-import json
+import functools
 from typing import Any, Final, final
 
 from starlette.requests import Request
@@ -9,11 +9,14 @@ from starlette.routing import Route
 
 from jgraph.coordination.serving import versions
 from jgraph.errors import ModelInputError, ModelNotFoundError
+from jgraph.rpc.json_pieces import written, written_in_pieces
 from jgraph.serving.inference import Answer, put, signature_of
 from jgraph.serving.oip_http import (
     KEY,
+    LARGE,
+    NUMBER,
     HttpDoor,
-    as_list,
+    numbers_of,
     parsed,
     refusing,
     version_of,
@@ -82,22 +85,23 @@ class TensorFlowRoutes:
         return JSONResponse({"model_version_status": rows})
 
     async def _predict(self, request: Request) -> Response:
-        body = decoded(await self._door.body(request))
+        door = self._door
+        raw = await door.body(request)
+        body = await door.where_due(len(raw), decoded, raw)
         model = self._models.model(request.path_params["model"])
         key = request.headers.get(KEY, "")
         with model.routed(version_of(request), key) as version:
             name = body.get("signature_name", "")
             signature = signature_of(version, name)
-            values, by_rows = inputs_of(body, signature), "instances" in body
+            values = await door.where_due(len(raw), inputs_of, body, signature)
             asked = self._models.asked(version, name, values)
             answer = self._models.at_once(asked)
             if answer is None:
                 answer = await while_there(request, self._models.answer(asked))
-        # As TensorFlow writes them: NaN and Infinity are words.
-        body_out = (
-            {"predictions": _rows(answer)} if by_rows else {"outputs": _all(answer)}
-        )
-        return Response(json.dumps(body_out), media_type="application/json")
+        size = NUMBER * sum(value.size for _, value in answer.outputs)
+        write = functools.partial(_content, answer, by_rows="instances" in body)
+        content = await door.where_due(size, write)
+        return Response(content, media_type="application/json")
 
 
 def decoded(body: bytes) -> dict[str, Any]:
@@ -160,16 +164,19 @@ def _only(signature: Signature) -> str:
     return signature.inputs[0].name
 
 
-def _all(answer: Answer) -> Any:
-    found = {spec.name: as_list(spec, value) for spec, value in answer.outputs}
-    return next(iter(found.values())) if len(found) == 1 else found
+def _content(answer: Answer, *, by_rows: bool) -> bytes:
+    """Returns an answer as TensorFlow writes it: NaN and Infinity are words."""
+    found = {spec.name: numbers_of(spec, value) for spec, value in answer.outputs}
+    only = next(iter(found.values())) if len(found) == 1 else None
+    body: dict[str, Any] = {}
+    if by_rows:
+        body["predictions"] = _rows(found) if only is None else only
+    else:
+        body["outputs"] = found if only is None else only
+    nbytes = NUMBER * sum(value.size for value in found.values())
+    return written(body) if nbytes <= LARGE else written_in_pieces(body)
 
 
-def _rows(answer: Answer) -> list[Any]:
-    found = {spec.name: as_list(spec, value) for spec, value in answer.outputs}
-    if len(found) == 1:
-        rows: list[Any] = next(iter(found.values()))
-        return rows
-    return [
-        dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)
-    ]
+def _rows(by_name: dict[str, Array]) -> list[Any]:
+    columns = [value.tolist() for value in by_name.values()]
+    return [dict(zip(by_name, row, strict=True)) for row in zip(*columns, strict=True)]
