@@ -12,7 +12,7 @@ index for some time, and no more. What they hear is an arrangement: all tasks wi
 addresses, under a number that only grows; the newest counts.
 
 A task of the cluster's description has no incarnation here. It stays a member whatever
-becomes of its processes, until it is told to leave.
+becomes of its processes, until it is told to leave: from then on it may be lost, too.
 """
 
 from collections.abc import Iterable, Mapping
@@ -101,7 +101,10 @@ class Served:
 @final
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The process of a task that joined answers."""
+    """The process of a task answers.
+
+    ``incarnation`` 0: the cluster's description has the task.
+    """
 
     task: TaskName
     incarnation: int
@@ -231,6 +234,12 @@ class Members:
         return {task: one for task, one in members if one.incarnation}
 
     @property
+    def _may_be_lost(self) -> dict[TaskName, Member]:
+        """The members that are none any more once they are silent for long."""
+        members = self.arrangement.members.items()
+        return {task: one for task, one in members if one.incarnation or one.leaves}
+
+    @property
     def lease_s(self) -> float:
         """How long an index is kept for who is not heard of."""
         return self._lease_s
@@ -243,12 +252,14 @@ class Members:
                 said.append(self._knocked(event, now))
             case Served():
                 said.append(self._served(event, now))
-            case Answered(task, incarnation) if self._is_member(task, incarnation):
-                self._last_heard_s[task] = now
+            case Answered(task, incarnation):
+                member = self._may_be_lost.get(task)
+                if member is not None and member.incarnation == incarnation:
+                    self._last_heard_s[task] = now
             case Gone(task, incarnation):
                 said.extend(self._gone(task, incarnation))
             case LeaveAsked(task):
-                said.extend(self._leave(task))
+                said.extend(self._leave(task, now))
             case Left(task, incarnation):
                 said.extend(self._left(task, incarnation))
             case Adopted(arrangement):
@@ -290,9 +301,10 @@ class Members:
 
     # ------------------------------------------------------------ who leaves
 
-    def _leave(self, task: TaskName) -> Iterable[Instruction]:
+    def _leave(self, task: TaskName, now: float) -> Iterable[Instruction]:
         member = self.arrangement.members.get(task)
         if member is not None and not member.leaves:
+            self._last_heard_s.setdefault(task, now)
             members = {**self.arrangement.members, task: replace(member, leaves=True)}
             yield self._publish(members, "leaves", task)
 
@@ -341,7 +353,7 @@ class Members:
         if newer.number <= self.arrangement.number:
             return
         self.arrangement = newer
-        self._last_heard_s = dict.fromkeys(self.joined, now)
+        self._last_heard_s = dict.fromkeys(self._may_be_lost, now)
         for task in newer.members:
             self._invited.pop(task, None)
         yield Publish(newer)
