@@ -227,6 +227,11 @@ class Master:
                 tasks=[statuses[task] for task in sorted(statuses)],
                 missing=missing,
                 arrangement=self._context.arrangement.number,
+                leaving=[
+                    task
+                    for task, member in self._context.arrangement.members.items()
+                    if member.leaves
+                ],
             )
         )
 

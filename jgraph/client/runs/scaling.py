@@ -136,8 +136,13 @@ class Scaler:
         status = self._ask(self.cluster.status_now, polling)
         lost = set(map(TaskName, status.missing))
         leaves = {TaskName(t.task) for t in status.tasks if t.state != "ready"}
+        told = set(map(TaskName, status.leaving))
+        stay = {
+            job: [task for task in self.cluster.tasks(job) if task not in told]
+            for job in _NAMES
+        }
         wanted = {
-            job: wanted_tasks(job, count, len(self.cluster.tasks(job)))
+            job: wanted_tasks(job, count, len(stay[job]))
             for job, count in (("worker", workers), ("ps", ps))
             if count is not None
         }
@@ -145,19 +150,24 @@ class Scaler:
         runs = [run for run in found if run.state == "running"]
         for job, count in wanted.items():
             for run in runs:
-                _check_bounds(run, job, count, len(self.cluster.tasks(job)))
+                _check_bounds(run, job, count, len(stay[job]))
         waits = {}
         for job, count in wanted.items():
             if job == "ps":
+                if count > len(stay[job]):  # their indices are those that are needed
+                    self._wait_left(job, told, polling)
                 waits[job] = self._scale_ps(count, runs, lost, polling)
             else:
-                leavers = who_leaves(self.cluster.tasks(job), count, lost, leaves)
-                waits[job] = self._scale_workers(count, leavers, runs, polling)
+                there = self.cluster.tasks(job)
+                leavers = who_leaves(there, count, told, lost, leaves)
+                more = count - len(stay[job])
+                waits[job] = self._scale_workers(count, more, leavers, runs, polling)
         return waits
 
     def _scale_workers(
         self,
         wanted: int,
+        more: int,
         leavers: Sequence[TaskName],
         runs: Sequence[RunInfo],
         polling: Polling,
@@ -168,8 +178,8 @@ class Scaler:
             events.new()  # of what was before
         for task in leavers:
             self._check_holds_nothing(task, [run.container for run in runs], polling)
-        if wanted > len(before):
-            self.start("worker", wanted - len(before))
+        if more > 0:
+            self.start("worker", more)
         for task in leavers:
             self._tell(self.leave, task, polling)
 
@@ -273,9 +283,10 @@ class Scaler:
     ) -> None:
         """Waits until those that were started are members, and leavers none."""
         while True:
-            self._ask(self.cluster.refresh, polling)
-            there = self.cluster.tasks(job)
-            late = [task for task in leavers if task in there]
+            status = self._ask(self.cluster.status_now, polling)
+            tasks = self.cluster.tasks(job)
+            late = [task for task in leavers if task in tasks]
+            there = [task for task in tasks if task not in status.leaving]
             if len(there) >= wanted and not late:
                 return
             if not polling.wait():
@@ -287,6 +298,19 @@ class Scaler:
                     "there are, and `jgraph events` tells what became of the others",
                     pending=late,
                 )
+
+    def _wait_left(
+        self, job: str, told: Collection[TaskName], polling: Polling
+    ) -> None:
+        """Waits until tasks of a job have left that were told to before."""
+        while late := [task for task in self.cluster.tasks(job) if task in told]:
+            if not polling.wait():
+                raise DeadlineError(
+                    f"scale waited {self.timeout_s:g} s for {', '.join(late)} to "
+                    "leave, as it was told before; no other was started; scale again",
+                    pending=late,
+                )
+            self._ask(self.cluster.refresh, polling)
 
     def _wait_taking_part(
         self, names: Sequence[str], events: EventTail, polling: Polling
@@ -428,29 +452,35 @@ def _check_unused(task: TaskName, index: int, runs: Sequence[RunInfo]) -> None:
 def who_leaves(
     tasks: Sequence[TaskName],
     wanted: int,
+    told: Collection[TaskName],
     lost: Collection[TaskName],
     leaves: Collection[TaskName],
 ) -> list[TaskName]:
     """Returns the tasks of a job that are too many, in the order that they are told.
 
-    First those that are lost, then those that were told to end, then the others; of
-    each the ones with the highest indices.
+    First those that were told to leave, as they do in any case, then those that are
+    lost, then those that end, then the others; of each the ones with the highest
+    indices.
 
     Args:
       tasks: of the job, by index.
       wanted: how many stay.
+      told: to leave for good.
       lost: do not answer.
       leaves: take no new work any more.
 
     Example:
       >>> workers = [TaskName(f"/job:worker/task:{index}") for index in range(4)]
-      >>> who_leaves(workers, 2, lost=workers[1:2], leaves=[])
+      >>> who_leaves(workers, 2, told=[], lost=workers[1:2], leaves=[])
       ['/job:worker/task:1', '/job:worker/task:3']
-      >>> who_leaves(workers, 3, lost=[], leaves=workers[:1])
+      >>> who_leaves(workers, 3, told=workers[:1], lost=workers[1:2], leaves=[])
       ['/job:worker/task:0']
     """
     falling = list(reversed(tasks))
-    ranked = sorted(falling, key=lambda task: (task not in lost, task not in leaves))
+    ranked = sorted(
+        falling,
+        key=lambda task: (task not in told, task not in lost, task not in leaves),
+    )
     return ranked[: max(0, len(tasks) - wanted)]
 
 
@@ -460,7 +490,7 @@ def wanted_tasks(job: str, count: object, now: int) -> int:
     Args:
       job: "worker" or "ps".
       count: of these, or a change as text.
-      now: how many there are.
+      now: how many there are that were not told to leave: so many are wanted already.
 
     Raises:
       ConfigError: it is neither, or leaves none.

@@ -4187,6 +4187,7 @@ class ClusterStatus(_message.Message):
     TASKS_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     ARRANGEMENT_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     cluster_json: _builtins.str
     """{"ps": {"0": "host:port"}, …}"""
     master: _builtins.str
@@ -4199,6 +4200,10 @@ class ClusterStatus(_message.Message):
     def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """task names that did not answer"""
 
+    @_builtins.property
+    def leaving(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """tasks that were told to leave for good, and have not"""
+
     def __init__(
         self,
         *,
@@ -4207,10 +4212,11 @@ class ClusterStatus(_message.Message):
         tasks: _abc.Iterable[Global___TaskStatus] | None = ...,
         missing: _abc.Iterable[_builtins.str] | None = ...,
         arrangement: _builtins.int = ...,
+        leaving: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrangement", b"arrangement", "cluster_json", b"cluster_json", "master", b"master", "missing", b"missing", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrangement", b"arrangement", "cluster_json", b"cluster_json", "leaving", b"leaving", "master", b"master", "missing", b"missing", "tasks", b"tasks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

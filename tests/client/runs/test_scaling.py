@@ -9,7 +9,9 @@ import pytest
 from jgraph import Variable, function
 from jgraph.client.cluster import Cluster, connect, connect_as_is
 from jgraph.client.runs.scaling import wanted_tasks
-from jgraph.errors import ConfigError, JGError, RescaleError
+from jgraph.errors import ConfigError, DeadlineError, JGError, RescaleError
+from jgraph.graph.device import TaskName
+from jgraph.server import server
 from jgraph.server.members.joining import join_cluster
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.elastic import Elastic
@@ -128,6 +130,59 @@ def test_scaling_waits_for_who_numbers_the_tasks_to_be_started_again() -> None:
             wait_until(lambda: cluster.master != registrar)
             servers.start_again(registrar)
             assert scaling.result(30) == ["/job:worker/task:0"]
+    finally:
+        servers.stop()
+
+
+@pytest.mark.parametrize("job", ["worker", "ps"])
+def test_a_change_counts_from_what_was_asked_for_before(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last task was told to leave by another client, and has not yet."""
+    monkeypatch.setattr(server, "_LEAVE_S", 600.0)  # only who scales ends it
+    tasks = [TaskName(f"/job:{job}/task:{index}") for index in range(4)]
+    servers = Servers(**{"ps": 1, "worker": 1, job: 4})
+    try:
+        with connect(servers.server("/job:ps/task:0").target, timeout_s=20) as cluster:
+            cluster.announce(tasks[3])
+            change: dict[str, Any] = {"ps" if job == "ps" else "workers": "-1"}
+            assert cluster.scale(**change) == tasks[:2]
+    finally:
+        servers.stop()
+
+
+def test_as_many_are_started_as_are_to_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_LEAVE_S", 600.0)
+    servers = Servers(ps=1, worker=2)
+    leaver, joiner = (TaskName(f"/job:worker/task:{index}") for index in (1, 2))
+
+    def start(job: str, count: int) -> None:
+        joined = [join_cluster(servers.servers[0].target, job) for _ in range(count)]
+        servers.servers.extend(joined)
+
+    try:
+        with connect(servers.server("/job:ps/task:0").target, timeout_s=20) as cluster:
+            monkeypatch.setattr(cluster, "_start_tasks", start)
+            cluster.announce(leaver)
+            assert joiner in cluster.scale(workers=2)
+            cluster.leave(leaver)
+            wait_until(lambda: leaver not in cluster.renewed_tasks("worker"))
+    finally:
+        servers.stop()
+
+
+def test_a_ps_is_started_once_those_that_leave_have_left() -> None:
+    """A run has its variables on the first ones, so that no index may be left out."""
+    servers = Servers(ps=2, worker=1)
+    leaver = TaskName("/job:ps/task:1")
+    try:
+        with connect(servers.server("/job:ps/task:0").target, timeout_s=20) as cluster:
+            cluster.announce(leaver)
+            with pytest.raises(DeadlineError, match=f"for {leaver} to leave"):
+                cluster.scale(ps=2, timeout_s=0.2)
+            cluster.leave(leaver)
+            with pytest.raises(RescaleError, match="--job ps --join"):
+                cluster.scale(ps=2)
     finally:
         servers.stop()
 
