@@ -141,7 +141,8 @@ def test_a_change_counts_from_what_was_asked_for_before(
     """The last task was told to leave by another client, and has not yet."""
     monkeypatch.setattr(server, "_LEAVE_S", 600.0)  # only who scales ends it
     tasks = [TaskName(f"/job:{job}/task:{index}") for index in range(4)]
-    servers = Servers(**{"ps": 1, "worker": 1, job: 4})
+    jobs: dict[str, Any] = {"ps": 1, "worker": 1, job: 4}
+    servers = Servers(**jobs)
     try:
         with connect(servers.server("/job:ps/task:0").target, timeout_s=20) as cluster:
             cluster.announce(tasks[3])
