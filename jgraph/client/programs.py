@@ -4,20 +4,15 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Final, final
+from typing import Any, final
 
 from jgraph.client.connection import Connection, unique
 from jgraph.clock import SystemClock
 from jgraph.cluster.deadlines import COMPILE_S, CONTROL_S, bulk_timeout_s
 from jgraph.cluster.in_process import run_in_process
+from jgraph.coordination.run.recovery import is_loss
 from jgraph.coordination.step.run_metadata import PartTimes
-from jgraph.errors import (
-    ClusterError,
-    ClusterUnreachableError,
-    InvalidProgramError,
-    JGError,
-    TaskLostError,
-)
+from jgraph.errors import ClusterError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -27,7 +22,6 @@ from jgraph.rpc.wire.program_codec import encode_program
 
 STEP_S = 60.0
 _clock = SystemClock()
-_LOST: Final = (ClusterUnreachableError, TaskLostError, InvalidProgramError)
 
 
 @final
@@ -140,8 +134,8 @@ class Programs:
         to = cluster.spec.address(driver) if driver else cluster.address
         try:
             fetches = run_in_process(to, handle, arrays)
-        except _LOST:
-            self.losses += 1
+        except JGError as error:
+            self.losses += is_loss(error)
             raise
         if fetches is None:
             order = pb.RunStep(handle=handle, timeout_s=timeout_s)
@@ -173,8 +167,8 @@ class Programs:
                 begin_s=order.timeout_s,
                 to=to,
             )
-        except _LOST:
-            self.losses += 1
+        except JGError as error:
+            self.losses += is_loss(error)
             raise
 
     def unregister_all(self) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jgraph.client import programs
 from jgraph.client.cluster import Cluster
 from jgraph.client.session import Session
 from jgraph.cluster import event_loop
@@ -18,6 +19,9 @@ from jgraph.errors import (
     ConfigError,
     FeedError,
     FetchError,
+    InvalidProgramError,
+    JGError,
+    TaskLostError,
     UninitializedError,
 )
 from jgraph.graph.device import device
@@ -229,6 +233,27 @@ def test_interrupt_ends_the_step_on_all_tasks(
     entry.lock = usual
     store._groups.clear()  # they know the lock of before
     assert call(0.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("error", "losses"),
+    [
+        (TaskLostError("gone"), 1),
+        (InvalidProgramError("no program 'double-1'", handle="double-1"), 1),
+        (InvalidProgramError("bytes of a segment do not parse"), 0),
+    ],
+)
+def test_a_program_that_no_task_takes_is_not_registered_anew(
+    error: JGError, losses: int, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise error
+
+    double = session.make_callable(lambda x: 2 * x, 1.0)
+    monkeypatch.setattr(programs, "run_in_process", refuse)
+    with pytest.raises(type(error)):
+        double(1.0)
+    assert session._programs.losses == losses
 
 
 def test_a_step_under_way_keeps_its_program_while_it_is_registered_anew(

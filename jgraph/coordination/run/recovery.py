@@ -3,7 +3,12 @@
 from dataclasses import dataclass
 from typing import Final, TypeAlias, final
 
-from jgraph.errors import JGError
+from jgraph.errors import (
+    ClusterUnreachableError,
+    InvalidProgramError,
+    JGError,
+    TaskLostError,
+)
 from jgraph.graph.device import TaskName
 
 ATTEMPTS: Final = 3
@@ -109,6 +114,23 @@ class Recoveries:
         if self._times > ATTEMPTS and not is_drain:
             return GiveUp(f"it went back to step {newest} {ATTEMPTS} times already")
         return GoBack(newest)
+
+
+def is_loss(error: JGError) -> bool:
+    """Whether a task was lost, or has been since it was given a program.
+
+    One that takes nothing for long counts as well: it may be frozen, and another
+    process may be started in its place.
+
+    Example:
+      >>> is_loss(TaskLostError("It is gone")), is_loss(InvalidProgramError("What?"))
+      (True, False)
+      >>> is_loss(InvalidProgramError("no program 'add-1'", handle="add-1"))
+      True
+    """
+    has_forgotten = isinstance(error, InvalidProgramError) and "handle" in error.details
+    lost = isinstance(error, ClusterUnreachableError | TaskLostError)
+    return lost or has_forgotten
 
 
 def hopeless(error: JGError, why: str, directory: str, newest: int | None) -> JGError:

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Final, TypeVar, final
 
 from jgraph.cluster.polling import Polling
-from jgraph.coordination.run.recovery import hopeless
+from jgraph.coordination.run.recovery import hopeless, is_loss
 from jgraph.errors import (
-    ClusterUnreachableError,
     InternalError,
     InvalidProgramError,
     JGError,
-    TaskLostError,
     UninitializedError,
 )
 from jgraph.runtime.files.step_files import our_steps
@@ -70,10 +68,8 @@ class EarlyLosses:
             self._give_back(lost)
 
     def _is_loss(self, error: JGError) -> bool:
-        if isinstance(error, ClusterUnreachableError | TaskLostError):
+        if is_loss(error):
             return True
-        if isinstance(error, InvalidProgramError) and "handle" in error.details:
-            return True  # it has no program that it had, and perhaps no values yet
         if isinstance(error, _PERHAPS):
             with suppress(JGError):  # what was lost may be away again
                 return bool(self.state.lost_values())
