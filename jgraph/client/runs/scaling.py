@@ -136,9 +136,9 @@ class Scaler:
         status = self._ask(self.cluster.status_now, polling)
         lost = set(map(TaskName, status.missing))
         leaves = {TaskName(t.task) for t in status.tasks if t.state != "ready"}
-        told = set(map(TaskName, status.leaving))
+        goers = set(map(TaskName, status.leaving))
         stay = {
-            job: [task for task in self.cluster.tasks(job) if task not in told]
+            job: [task for task in self.cluster.tasks(job) if task not in goers]
             for job in _NAMES
         }
         wanted = {
@@ -155,11 +155,11 @@ class Scaler:
         for job, count in wanted.items():
             if job == "ps":
                 if count > len(stay[job]):  # their indices are those that are needed
-                    self._wait_left(job, told, polling)
+                    self._wait_left(job, goers, polling)
                 waits[job] = self._scale_ps(count, runs, lost, polling)
             else:
                 there = self.cluster.tasks(job)
-                leavers = who_leaves(there, count, told, lost, leaves)
+                leavers = who_leaves(there, count, goers, lost, leaves)
                 more = count - len(stay[job])
                 waits[job] = self._scale_workers(count, more, leavers, runs, polling)
         return waits
@@ -300,10 +300,10 @@ class Scaler:
                 )
 
     def _wait_left(
-        self, job: str, told: Collection[TaskName], polling: Polling
+        self, job: str, goers: Collection[TaskName], polling: Polling
     ) -> None:
         """Waits until tasks of a job have left that were told to before."""
-        while late := [task for task in self.cluster.tasks(job) if task in told]:
+        while late := [task for task in self.cluster.tasks(job) if task in goers]:
             if not polling.wait():
                 raise DeadlineError(
                     f"scale waited {self.timeout_s:g} s for {', '.join(late)} to "
@@ -452,7 +452,7 @@ def _check_unused(task: TaskName, index: int, runs: Sequence[RunInfo]) -> None:
 def who_leaves(
     tasks: Sequence[TaskName],
     wanted: int,
-    told: Collection[TaskName],
+    goers: Collection[TaskName],
     lost: Collection[TaskName],
     leaves: Collection[TaskName],
 ) -> list[TaskName]:
@@ -465,21 +465,21 @@ def who_leaves(
     Args:
       tasks: of the job, by index.
       wanted: how many stay.
-      told: to leave for good.
+      goers: those that were told to leave for good.
       lost: do not answer.
       leaves: take no new work any more.
 
     Example:
       >>> workers = [TaskName(f"/job:worker/task:{index}") for index in range(4)]
-      >>> who_leaves(workers, 2, told=[], lost=workers[1:2], leaves=[])
+      >>> who_leaves(workers, 2, goers=[], lost=workers[1:2], leaves=[])
       ['/job:worker/task:1', '/job:worker/task:3']
-      >>> who_leaves(workers, 3, told=workers[:1], lost=workers[1:2], leaves=[])
+      >>> who_leaves(workers, 3, goers=workers[:1], lost=workers[1:2], leaves=[])
       ['/job:worker/task:0']
     """
     falling = list(reversed(tasks))
     ranked = sorted(
         falling,
-        key=lambda task: (task not in told, task not in lost, task not in leaves),
+        key=lambda task: (task not in goers, task not in lost, task not in leaves),
     )
     return ranked[: max(0, len(tasks) - wanted)]
 
