@@ -11,12 +11,7 @@ import numpy as np
 from jgraph._compat import wide_types
 from jgraph.errors import ArtifactError, ModelNotFoundError
 from jgraph.plan.program.program import SegmentCode
-from jgraph.runtime.compiled.compile_cache import (
-    MAX_SIZES,
-    CompileCache,
-    Executable,
-    SizedExecutable,
-)
+from jgraph.runtime.compiled.compile_cache import CompileCache, Executable
 from jgraph.serving.artifact import (
     ModelManifest,
     checked_program,
@@ -49,7 +44,7 @@ class LoadedFunction:
       arrays: its first arguments.
     """
 
-    __slots__ = ("_arrays", "_run", "_runs", "signature")
+    __slots__ = ("_arrays", "_run", "signature")
 
     def __init__(
         self, signature: Signature, run: Executable, arrays: Sequence[Any]
@@ -57,23 +52,10 @@ class LoadedFunction:
         self.signature = signature
         self._run = run
         self._arrays = arrays
-        self._runs: dict[int, Executable] = {}
-        """The code for numbers of rows that came, so that nobody looks for it again."""
 
     def __call__(self, inputs: Sequence[Array]) -> list[Array]:
         """Returns the outputs; code for another number of rows is compiled first."""
-        rows = len(inputs[0]) if self.signature.is_batched else 0
-        run = self._runs.get(rows) or self._code(rows, inputs)
-        return [np.asarray(value) for value in run(*self._arrays, *inputs)]
-
-    def _code(self, rows: int, inputs: Sequence[Array]) -> Executable:
-        run: Executable = self._run
-        if isinstance(run, SizedExecutable):
-            run = run.of([*self._arrays, *inputs])
-        if len(self._runs) >= MAX_SIZES:
-            self._runs.clear()
-        self._runs[rows] = run
-        return run
+        return [np.asarray(value) for value in self._run(*self._arrays, *inputs)]
 
 
 @final

@@ -394,6 +394,8 @@ class _Forms:
 
     def __init__(self) -> None:
         self._by_size: dict[int, list[_Form]] = {}
+        self._once: dict[int, None] = {}
+        """Numbers of bytes that came once, those of the last ``FORMS`` requests."""
 
     def of(self, data: bytes) -> _Form | None:
         """Returns the form of a request; None: it is none that is known."""
@@ -405,6 +407,9 @@ class _Forms:
     def learn(self, data: bytes, request: pb.ModelInferRequest) -> None:
         """Remembers the form of a request that was answered, if it can come again.
 
+        From the second one of a size: where each has another size, nothing is looked
+        for in them, and no form that comes again makes room for them.
+
         Args:
           data: its bytes.
           request: what they say.
@@ -414,6 +419,8 @@ class _Forms:
         if not request.raw_input_contents or "BOOL" in {
             one.datatype for one in request.inputs
         }:
+            return
+        if self._is_first(len(data)):
             return
         if self.of(data) is not None:  # several came at once, before the first answer
             return
@@ -425,6 +432,18 @@ class _Forms:
             del alike[0]
         if len(self._by_size) > FORMS:
             del self._by_size[next(iter(self._by_size))]
+
+    def _is_first(self, nbytes: int) -> bool:
+        """Whether no request of that size came lately; notes that one did."""
+        if nbytes in self._by_size:
+            return False
+        if nbytes in self._once:
+            del self._once[nbytes]
+            return False
+        self._once[nbytes] = None
+        if len(self._once) > FORMS:
+            del self._once[next(iter(self._once))]
+        return True
 
 
 def _form(data: bytes, request: pb.ModelInferRequest) -> _Form | None:
