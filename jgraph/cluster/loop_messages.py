@@ -375,6 +375,7 @@ def recovery_of(body: pb.LoopReport) -> Recovery | None:
     return Recovery(
         *(lost, restored.step, restored.back_to, restored.seconds, restored.told),
         by=tuple(map(TaskName, restored.by)),
+        rest_of=restored.rest_of if restored.HasField("rest_of") else None,
     )
 
 

@@ -76,6 +76,8 @@ METHODS: Final[Mapping[str, Method]] = {
     "TakeRecords": Method(_BOTH, "take_records"),
     "EndRecords": Method(_BOTH, "end_records"),
     "CopyAhead": Method(_TASK, "copy_ahead"),
+    "KeepReads": Method(_TASK, "keep_reads"),
+    "GiveReads": Method(_TASK, "give_reads"),
     "DrainHold": Method(_BOTH, "empty"),  # a master, for a run whose client is gone
     "Shutdown": Method(_CLIENT, "shutdown"),
     # What a client asks of its master.

@@ -89,6 +89,7 @@ _SHORT_BYTES: Final = 64 << 10
 """Sending less takes no time that one would look at."""
 
 T = TypeVar("T")
+Keep: TypeAlias = Callable[[str, Sequence[Any]], None]
 Outcome: TypeAlias = "list[np.ndarray[Any, Any]] | BaseException"
 """The fetches of a step (empty on tasks that are not the driver), or why it failed."""
 
@@ -235,6 +236,7 @@ class StepRun:
         step computed for that long.
       ahead: it may begin while so many earlier steps of its program are under way.
       noted: keep in ``times.stamps`` when each node ran.
+      keep: is given each message of another task, by its key.
 
     Attributes:
       has_begun: its gate was asked.
@@ -254,7 +256,9 @@ class StepRun:
         compute_wait_s: float = 0.0,
         ahead: int = 0,
         noted: bool = False,
+        keep: Keep | None = None,
     ) -> None:
+        self._keep = keep
         self.ahead = ahead
         self.has_begun = False
         # What waits for the steps before it to be over; None: they are.
@@ -424,6 +428,8 @@ class StepRun:
         except MalformedMessageError as error:
             self._finish(error)
             return
+        if self._keep is not None:
+            self._keep(node.key, values)
 
         def hand_on() -> None:
             self._complete(index, values)

@@ -28,6 +28,7 @@ from jgraph.runtime.at_once import SHORT_S, AtOnce, is_plain
 from jgraph.runtime.compiled.compile_cache import CompileCache
 from jgraph.runtime.executor import (
     ExecutorHost,
+    Keep,
     Outcome,
     StepPlace,
     StepRun,
@@ -90,6 +91,8 @@ class _Registered:
     at_once: AtOnce | None = None
     # Of what its steps change; None: it is kept here only.
     recording: Recording | None = None
+    # Is given what its steps take of other tasks.
+    keep: Keep | None = None
     # Ordered steps that are not over, oldest first: it is the turn of the first one.
     ordered: deque[StepRun] = field(default_factory=deque)
     advancing: bool = False
@@ -246,6 +249,10 @@ class TaskRuntime:
         """Records what the steps of a program change from now on, or no longer."""
         self._registered(handle).recording = recording
 
+    def keep(self, handle: str, keep: Keep) -> None:
+        """Gives ``keep`` each message that the steps of a program take from now on."""
+        self._registered(handle).keep = keep
+
     def loaded(self, handle: str) -> LoadedPartition:
         """Returns this task's partition of a program."""
         return self._registered(handle).loaded
@@ -322,6 +329,7 @@ class TaskRuntime:
             compute_wait_s=compute_wait_s,
             # Two steps would seem to compute for that long at the same time.
             ahead=0 if compute_wait_s or not ordered else ahead,
+            keep=registered.keep,
             noted=trace or (self.flight.is_on and not step[1] & self.flight.skips),
         )
         self._steps[step] = run

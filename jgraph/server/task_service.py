@@ -44,6 +44,7 @@ from jgraph.server.host_room import DiskLooks, memory_free
 from jgraph.server.loops.dealer import Dealers
 from jgraph.server.loops.task_loops import TaskLoops
 from jgraph.server.program_service import ProgramService
+from jgraph.server.replication.kept_reads import KeptReads
 from jgraph.server.replication.streams import ChangeStreams
 from jgraph.server.state_service import SaveCounts, state_methods, table_statuses
 from jgraph.server.steps.driver import StepDriver, waits_of
@@ -93,6 +94,7 @@ class TaskService:
         self.driver = StepDriver(self.runtime, self.shell.messages)
         self.shell.messages.drives = self.driver.steps.__contains__
         self.records = ChangeStreams(context, self.runtime, self.shell)
+        self.kept_reads = KeptReads(self.runtime, self.shell)
         self.gates = Gates(
             task,
             context.transport,
@@ -119,6 +121,7 @@ class TaskService:
             "RunStep": self._run_step,
             **self.loops.methods,
             **self.records.methods,
+            **self.kept_reads.methods,
             "GateReport": self._gate_report,
             "Variables": self._variables,
             **state_methods(
@@ -363,6 +366,7 @@ class TaskService:
             return
         self.runtime.reset(containers)
         self.records.drop(containers)
+        self.kept_reads.drop(containers)
         self.gates.drop(containers or list(self.runtime.gates))
         self.loops.forget_data(containers)
         await self.shell.give_back_memory()

@@ -55,6 +55,8 @@ class Asked:
                 question.answer(step=self._newest())
             case "state":
                 self._give_state(question)
+            case "part":
+                self._give_part(question)
 
     def _newest(self) -> int | None:
         saving = self.attempt.saving
@@ -81,6 +83,19 @@ class Asked:
         saving.go_back(step)
         self._halted_at = step
         question.answer(step=step, position=state.position)
+
+    def _give_part(self, question: Question) -> None:
+        """Gives tasks that hold nothing what the newest checkpoint has of it."""
+        saving, order = self.attempt.saving, self.attempt.order
+        assert saving is not None  # it has one
+        assert order is not None
+        assert order.restore_part is not None
+        try:
+            step = order.restore_part(saving.directory, question.tasks)
+        except JGError as error:
+            question.answer(error=error)
+        else:
+            question.answer(step=step)
 
     def _at_halt(self, go_on: Callable[[], bool]) -> None:
         """Evaluates, and saves, while loops stand still, if that is due."""

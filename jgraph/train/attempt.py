@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,8 @@ import jax
 from jgraph.cluster.deadlines import CLIENT_S
 from jgraph.cluster.wait_message import show_wait
 from jgraph.coordination.run.supervisor import WAIT_S
-from jgraph.errors import ConfigError
+from jgraph.errors import CheckpointError, ConfigError
+from jgraph.graph.ir import TaskName
 from jgraph.plan.program.types import from_plain, plain_type
 from jgraph.runtime.files.manifest import is_ours
 from jgraph.runtime.files.step_files import our_steps, put_back
@@ -35,6 +36,7 @@ from jgraph.train.model.trees import Tree
 from jgraph.train.parts import Built, TrainerBuild, TrainerConfig
 from jgraph.train.privacy.accounting import Spending
 from jgraph.train.state.remote_arrays import RunSnapshot
+from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position, Runner, position_in
 from jgraph.train.strategies.strategies import (
     batches_per_update,
@@ -243,6 +245,7 @@ class Attempts:
             first=first,
             # What such a checkpoint has spent is known here, and more.
             restore=lambda path: fill_from(build, path, check_first=False),
+            restore_part=partial(fill_part_from, build),
             privacy=None if spending is None else spending.opening(),
         )
         return Attempt(
@@ -345,6 +348,31 @@ def fill_from(
     tree, where = read(path) if is_checkpoint(path) else newest_good(path, read)[1]
     runner.state.load(jax.tree.leaves(tree), where)
     return None
+
+
+def fill_part_from(parts: Built, path: Path, tasks: Collection[TaskName]) -> int:
+    """Gives variables of some tasks the values of the newest checkpoint of a directory.
+
+    Args:
+      parts: of these.
+      path: of the checkpoints.
+      tasks: hold nothing; what others hold stays as it is.
+
+    Returns:
+      The updates of the checkpoint.
+
+    Raises:
+      CheckpointError: there is none, or it cannot be read by parts.
+    """
+    if not (steps := our_steps(path)):
+        raise CheckpointError(f"there is no checkpoint in {path}", path=str(path))
+    step, runner, _ = parts
+    like = step.unflatten(runner.state.places())
+    tree = checkpoint.restore_part(path / str(steps[-1]), like, tasks)
+    state = runner.state
+    assert isinstance(state, RemoteState)  # whose tasks are known
+    state.load_part(jax.tree.leaves(tree), tasks)
+    return steps[-1]
 
 
 def _take_from(parts: Built, path: Path) -> Imported:

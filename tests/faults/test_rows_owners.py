@@ -166,29 +166,45 @@ def test_a_killed_owner_is_back_from_its_log_and_no_step_is_lost(fault: Fault) -
     there.close()
 
 
-@pytest.mark.row(12)
+@pytest.mark.row(12, 62)
 @pytest.mark.chaos
-def test_a_killed_owner_without_a_copy_goes_back_with_all_others(fault: Fault) -> None:
-    cluster = fault.cluster(ps=0, workers=WORKERS, restarts=3)
+def test_a_killed_owner_without_a_copy_gets_parameters_of_who_has_read_them(
+    fault: Fault,
+) -> None:
+    """If it dies between an update and the next reading of it, all go back.
+
+    So it is killed until it does not.
+    """
+    cluster = fault.cluster(ps=0, workers=WORKERS, restarts=5)
     there = trainer(cluster, SyncPS(dense="workers"))
     saves = Checkpoints(fault.path, every=40, keep=10**6)
+
+    def kill_again(run: Any, report: Any) -> None:
+        recoveries = run.recoveries()
+        if any(one.rest_of is not None for one in recoveries):
+            return
+        due = recoveries[-1].back_to + 60 if recoveries else 100
+        if len(recoveries) == len(kills) and report.step >= due:
+            kills.append(report.step)
+            kill(fault, cluster, WORKER)
+
+    kills: list[int] = []
     run = there.fit(
         IDS,
         steps=10**6,
         batch_size=BATCH,
         checkpoint=saves,
-        callbacks=[
-            after(100, partial(kill, fault, cluster, WORKER), fault.path),
-            fault.stop_after(GOES_ON),
-        ],
+        callbacks=[kill_again, fault.stop_after("Workers gave the parameters")],
         progress=False,
     )
     assert run.state == "stopped"
-    (recovery,) = run.recoveries()
-    assert recovery.lost == (WORKER,)
-    back = gone_back_to(fault.path, run)
+    *before, recovery = run.recoveries()
+    assert (recovery.lost, recovery.again) == ((WORKER,), 0)
+    assert recovery.rest_of is not None
+    assert recovery.rest_of % 40 == 0  # of a checkpoint
+    back = fault.path / str(before[-1].back_to) if before else None
     check_recovered(there, run, back, share=WORKERS)
-    fault.names += [WORKER, "goes back to step", "SIGKILL"]
+    fault.names += [WORKER, "what workers have read", "SIGKILL"]
     there.close()
 
 

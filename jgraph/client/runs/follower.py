@@ -211,7 +211,7 @@ class RunFollower:
         if question.kind == "rest" and self._owner is not None:
             self._owner.holds.let_go(question.tasks)
         error = None
-        if question.kind in {"newest", "state"}:
+        if question.kind in {"newest", "state", "part"}:
             why = "the client of the run has ended it"
             error = TaskLostError(why, run=question.run)
         question.answer(error=error)
@@ -237,7 +237,7 @@ class RunFollower:
                 self._waits.set()
                 self._waits = waits = threading.Event()
                 self._beside(lambda: self._look_for_starters(question, waits))
-            case "state":
+            case "state" | "part":
                 self._renew_addresses()
                 if question.ps:  # a master before may have been lost over a switch
                     owner.move_to(question.ps)

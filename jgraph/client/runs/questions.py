@@ -21,8 +21,8 @@ class Question:
     """What the master asks; see ``RunQuestion`` of the protocol.
 
     Attributes:
-      kind: "halted", "rest", "newest", "state", "data", "waits", "rescaled", "moved" or
-        "finish".
+      kind: "halted", "rest", "newest", "state", "part", "data", "waits", "rescaled",
+        "moved" or "finish".
       position: where in the data the run is; None: it is not said.
       tasks: that it is about.
       what: is waited for.

@@ -27,6 +27,9 @@ class Recovery:
       seconds: it took until all ps answered and had that state.
       is_drain: the tasks were told to end.
       by: who has their parts until they are there again; none: they are.
+      rest_of: workers gave the parameters that were lost, as they are now, and what
+        else was lost, as the optimizer's state, is of so many updates; None: all is
+        of the same.
 
     Example:
       >>> print(Recovery((TaskName("/job:ps/task:0"),), 730, 500, seconds=2.0))
@@ -40,6 +43,7 @@ class Recovery:
     seconds: float = 0.0
     is_drain: bool = False
     by: tuple[TaskName, ...] = ()
+    rest_of: int | None = None
 
     def __str__(self) -> str:
         were = "was" if len(self.lost) == 1 else "were"
@@ -51,7 +55,17 @@ class Recovery:
         return (
             f"{', '.join(self.lost)} {were} {how} at step {self.step}; after "
             f"{self.seconds:.1f} s {then}, and the run goes on from step "
-            f"{self.back_to}: {self.again} steps are done again."
+            f"{self.back_to}: {self.again} steps are done again.{self._rest}"
+        )
+
+    @property
+    def _rest(self) -> str:
+        if self.rest_of is None:
+            return ""
+        of = f"of step {self.rest_of}" if self.rest_of else "as at the beginning"
+        return (
+            " Workers gave the parameters that were lost, as they are now; the state "
+            f"of their optimizer is {of}."
         )
 
     @property

@@ -196,6 +196,8 @@ class Frame(_message.Message):
     SUM_MESSAGE_FIELD_NUMBER: _builtins.int
     SUM_ANSWER_FIELD_NUMBER: _builtins.int
     TAKEN_FIELD_NUMBER: _builtins.int
+    KEEP_READS_FIELD_NUMBER: _builtins.int
+    GIVE_READS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Exchange: dense per (sender incarnation, receiver), starting at 1."""
     method: _builtins.str
@@ -344,6 +346,10 @@ class Frame(_message.Message):
     def sum_answer(self) -> Global___SumAnswer: ...
     @_builtins.property
     def taken(self) -> Global___Taken: ...
+    @_builtins.property
+    def keep_reads(self) -> Global___KeepReads: ...
+    @_builtins.property
+    def give_reads(self) -> Global___GiveReads: ...
     def __init__(
         self,
         *,
@@ -419,12 +425,14 @@ class Frame(_message.Message):
         sum_message: Global___SumMessage | None = ...,
         sum_answer: Global___SumAnswer | None = ...,
         taken: Global___Taken | None = ...,
+        keep_reads: Global___KeepReads | None = ...,
+        give_reads: Global___GiveReads | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "copy_ahead", b"copy_ahead", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "feed_data", b"feed_data", "flight", b"flight", "flight_query", b"flight_query", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "join_reply", b"join_reply", "join_request", b"join_request", "keep_records", b"keep_records", "leave_request", b"leave_request", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "members", b"members", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "profile_files", b"profile_files", "profile_query", b"profile_query", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "sum_answer", b"sum_answer", "sum_message", b"sum_message", "take_records", b"take_records", "taken", b"taken", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "copy_ahead", b"copy_ahead", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "feed_data", b"feed_data", "flight", b"flight", "flight_query", b"flight_query", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "give_reads", b"give_reads", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "join_reply", b"join_reply", "join_request", b"join_request", "keep_reads", b"keep_reads", "keep_records", b"keep_records", "leave_request", b"leave_request", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "members", b"members", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "profile_files", b"profile_files", "profile_query", b"profile_query", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "sum_answer", b"sum_answer", "sum_message", b"sum_message", "take_records", b"take_records", "taken", b"taken", "task_status", b"task_status", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "copy_ahead", b"copy_ahead", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "every_reply", b"every_reply", "feed_data", b"feed_data", "flight", b"flight", "flight_query", b"flight_query", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "join_reply", b"join_reply", "join_request", b"join_request", "keep_records", b"keep_records", "leave_request", b"leave_request", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "members", b"members", "method", b"method", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "profile_files", b"profile_files", "profile_query", b"profile_query", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "sum_answer", b"sum_answer", "sum_message", b"sum_message", "take_records", b"take_records", "taken", b"taken", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "abort_step", b"abort_step", "ack", b"ack", "ask_data", b"ask_data", "body", b"body", "call", b"call", "cluster_status", b"cluster_status", "connect", b"connect", "copy_ahead", b"copy_ahead", "data_deal", b"data_deal", "data_position", b"data_position", "data_run", b"data_run", "empty", b"empty", "end_records", b"end_records", "every_reply", b"every_reply", "feed_data", b"feed_data", "flight", b"flight", "flight_query", b"flight_query", "gate_event", b"gate_event", "gate_query", b"gate_query", "gate_table", b"gate_table", "give_reads", b"give_reads", "goodbye", b"goodbye", "hash_table_call", b"hash_table_call", "hash_table_reply", b"hash_table_reply", "hello", b"hello", "join_reply", b"join_reply", "join_request", b"join_request", "keep_reads", b"keep_reads", "keep_records", b"keep_records", "leave_request", b"leave_request", "log_lines", b"log_lines", "log_query", b"log_query", "loop_report", b"loop_report", "members", b"members", "method", b"method", "move_variables", b"move_variables", "open_data_run", b"open_data_run", "open_gate", b"open_gate", "open_run", b"open_run", "open_source", b"open_source", "profile_files", b"profile_files", "profile_query", b"profile_query", "program_handle", b"program_handle", "put_data", b"put_data", "record", b"record", "records_kept", b"records_kept", "register_program", b"register_program", "reset", b"reset", "run_answer", b"run_answer", "run_loop", b"run_loop", "run_query", b"run_query", "run_step", b"run_step", "run_table", b"run_table", "send_data", b"send_data", "sequence", b"sequence", "shard_files", b"shard_files", "shard_sums", b"shard_sums", "shutdown", b"shutdown", "source_info", b"source_info", "start_step", b"start_step", "status", b"status", "step_done", b"step_done", "step_trace", b"step_trace", "stop_loop", b"stop_loop", "sum_answer", b"sum_answer", "sum_message", b"sum_message", "take_records", b"take_records", "taken", b"taken", "task_status", b"task_status", "tensors", b"tensors", "values", b"values", "variable_query", b"variable_query", "variable_table", b"variable_table", "wanted_data", b"wanted_data"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "record", "records_kept", "keep_records", "take_records", "end_records", "move_variables", "copy_ahead", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table", "send_data", "feed_data", "wanted_data", "run_answer", "members", "join_request", "join_reply", "leave_request", "flight_query", "flight", "profile_query", "profile_files", "sum_message", "sum_answer", "taken"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "start_step", "values", "step_done", "abort_step", "status", "call", "empty", "task_status", "cluster_status", "register_program", "program_handle", "run_step", "run_loop", "loop_report", "put_data", "reset", "shutdown", "stop_loop", "connect", "variable_query", "variable_table", "hash_table_call", "hash_table_reply", "shard_files", "shard_sums", "step_trace", "abandon", "goodbye", "ack", "record", "records_kept", "keep_records", "take_records", "end_records", "move_variables", "copy_ahead", "gate_event", "open_gate", "gate_query", "gate_table", "open_data_run", "ask_data", "data_deal", "data_run", "data_position", "open_source", "source_info", "log_query", "log_lines", "open_run", "run_query", "run_table", "send_data", "feed_data", "wanted_data", "run_answer", "members", "join_request", "join_reply", "leave_request", "flight_query", "flight", "profile_query", "profile_files", "sum_message", "sum_answer", "taken", "keep_reads", "give_reads"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -2637,6 +2645,7 @@ class RunQuestion(_message.Message):
     kind: _builtins.str
     """"halted": all loops stand still until the answer. "rest": no loop runs, and tasks are
     to end. "newest": which checkpoint is. "state": give all ps the values of that.
+    "part": give what `tasks` lack the values of that, or initial ones if there is none.
     "data": give a task its data. "waits": the run waits for tasks; answer only if nobody
     starts them again. "finish": all steps are done; do what needs the ps. "rescaled": the
     variables lie on `ps` tasks now; look for them there, and hold `tasks` no more. "moved":
@@ -2730,6 +2739,7 @@ class RunRestored(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     TOLD_FIELD_NUMBER: _builtins.int
     BY_FIELD_NUMBER: _builtins.int
+    REST_OF_FIELD_NUMBER: _builtins.int
     UNTOLD_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, … of the run"""
@@ -2743,6 +2753,8 @@ class RunRestored(_message.Message):
     """it took"""
     told: _builtins.bool
     """the tasks were told to end"""
+    rest_of: _builtins.int
+    """Parameters are those of now, given by workers; what else was lost is of so many updates."""
     untold: _builtins.bool
     """the model may have had more updates, of which another master was told"""
     @_builtins.property
@@ -2769,13 +2781,16 @@ class RunRestored(_message.Message):
         seconds: _builtins.float = ...,
         told: _builtins.bool = ...,
         by: _abc.Iterable[_builtins.str] | None = ...,
+        rest_of: _builtins.int | None = ...,
         untold: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rest_of", b"_rest_of", "data", b"data", "rest_of", b"rest_of"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["back_to", b"back_to", "by", b"by", "data", b"data", "lost", b"lost", "number", b"number", "seconds", b"seconds", "step", b"step", "told", b"told", "untold", b"untold", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rest_of", b"_rest_of", "back_to", b"back_to", "by", b"by", "data", b"data", "lost", b"lost", "number", b"number", "rest_of", b"rest_of", "seconds", b"seconds", "step", b"step", "told", b"told", "untold", b"untold", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__rest_of: _TypeAlias = _typing.Literal["rest_of"]  # noqa: Y015
+    _WhichOneofArgType__rest_of: _TypeAlias = _typing.Literal["_rest_of", b"_rest_of"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rest_of) -> _WhichOneofReturnType__rest_of | None: ...
 
 Global___RunRestored: _TypeAlias = RunRestored  # noqa: Y015
 
@@ -4009,6 +4024,145 @@ class CopyAhead(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CopyAhead: _TypeAlias = CopyAhead  # noqa: Y015
+
+@_typing.final
+class KeepReads(_message.Message):
+    """"KeepReads": a worker keeps what it reads of a run's variables until it reads them again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTAINER_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    container: _builtins.str
+    """of the variables; what was kept of it before is forgotten"""
+    handle: _builtins.str
+    """of the program that reads; empty: nothing is kept"""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of the messages that have the variables"""
+
+    def __init__(
+        self,
+        *,
+        container: _builtins.str = ...,
+        handle: _builtins.str = ...,
+        keys: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["container", b"container", "handle", b"handle", "keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepReads: _TypeAlias = KeepReads  # noqa: Y015
+
+@_typing.final
+class GiveReads(_message.Message):
+    """"GiveReads" -> GiveReads with `counts`: how often each of these messages came. With
+    `messages`: variables of this task are made of what came last.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class CountsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    CONTAINER_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    container: _builtins.str
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptMessage]: ...
+    @_builtins.property
+    def counts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """by key"""
+
+    def __init__(
+        self,
+        *,
+        container: _builtins.str = ...,
+        messages: _abc.Iterable[Global___KeptMessage] | None = ...,
+        counts: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["container", b"container", "counts", b"counts", "messages", b"messages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GiveReads: _TypeAlias = GiveReads  # noqa: Y015
+
+@_typing.final
+class KeptMessage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """empty: what is made of it are the tensors of this frame"""
+    count: _builtins.int
+    """it came so often, or nothing is made of it"""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptValue]: ...
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        count: _builtins.int = ...,
+        values: _abc.Iterable[Global___KeptValue] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "key", b"key", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptMessage: _TypeAlias = KeptMessage  # noqa: Y015
+
+@_typing.final
+class KeptValue(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACE_FIELD_NUMBER: _builtins.int
+    VARIABLES_FIELD_NUMBER: _builtins.int
+    place: _builtins.int
+    """in the message"""
+    @_builtins.property
+    def variables(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredVariable]:
+        """several lie in a flat array"""
+
+    def __init__(
+        self,
+        *,
+        place: _builtins.int = ...,
+        variables: _abc.Iterable[Global___StoredVariable] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["place", b"place", "variables", b"variables"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptValue: _TypeAlias = KeptValue  # noqa: Y015
 
 @_typing.final
 class MoveVariables(_message.Message):

@@ -71,8 +71,15 @@ class PsSetup:
         for name in sorted(filter(None, named)):
             await self.workers.give_data(task, name)
 
-    async def load(self, task: TaskName, path: Path) -> list[tuple[str, Sums]]:
+    async def load(
+        self, task: TaskName, path: Path, *, check_only: bool = False
+    ) -> list[tuple[str, Sums]]:
         """Gives a ps its variables from a checkpoint.
+
+        Args:
+          task: the ps.
+          path: of the checkpoint.
+          check_only: it reads them, and stores nothing.
 
         Returns:
           For each part of an array that it read, the array and the checksums.
@@ -86,6 +93,7 @@ class PsSetup:
             directory=str(path),
             proof=await asyncio.to_thread(read_proof, path),
             shards=[shard for shards in held for shard in shards],
+            check_only=check_only,
         )
         if not files.shards:
             return []

@@ -35,6 +35,7 @@ from jgraph.server.runs.journal import Journal
 from jgraph.server.runs.peers import LoopPeers, check_master, ready_tasks
 from jgraph.server.runs.ps_setup import PsSetup, first_step_of, version_of
 from jgraph.server.runs.rescaling.stand_ins import RunStandIns
+from jgraph.server.runs.rescaling.survivors import RunSurvivors
 from jgraph.server.runs.run_client import Restarters, RunClient
 from jgraph.server.runs.saving.checkpointer import Saved
 from jgraph.server.runs.saving.state_source import MasterSaves, SavedState, StateSource
@@ -81,6 +82,7 @@ class Rollback:
       ps: gives a ps what it needs.
       copies: what is kept of the ps.
       stand_ins: have the parts of owners that do not answer, where they have copies.
+      survivors: have what lost owners held, where nobody has copies.
       record: how the run stands.
       sources: says who has checkpoints; None: nobody, so there are none.
       client: that the run ends with; None: it has none.
@@ -95,6 +97,7 @@ class Rollback:
     ps: PsSetup
     copies: RunCopies
     stand_ins: RunStandIns
+    survivors: RunSurvivors
     record: Journal
     sources: Callable[[], StateSource | None]
     client: RunClient | None
@@ -105,6 +108,7 @@ class Rollback:
     _restarters: Restarters = field(init=False)
     _copies_lost: bool = field(init=False, default=False)
     _saved: Saved | None = field(init=False, default=None)
+    _rest_of: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._recoveries = Recoveries(first_step_of(self.order))
@@ -134,7 +138,7 @@ class Rollback:
         await self._check_master()
         await self.save_for_client()
         step, began, before = self._step, self.clock.now(), dict(known)
-        self._copies_lost, self._saved = False, saved
+        self._copies_lost, self._saved, self._rest_of = False, saved, None
         newest = step if self._loses_nothing else await self._newest()
         is_drain = isinstance(error, TaskLeavingError)
         decision = self._recoveries.lost(newest, is_drain=is_drain)
@@ -143,6 +147,8 @@ class Rollback:
         ready = await self._ready()
         lost = self._lost(error, known, ready)
         then = f"goes back to step {decision.step} in {self._directory}"
+        if self.survivors.may_give:
+            then = f"goes on with what workers have read, or {then}"
         if self._loses_nothing:
             then = "goes on with the copies of what was there"
         away = [task for task in self.ps.tasks if task not in ready]
@@ -176,7 +182,8 @@ class Rollback:
         took_s = self.clock.now() - began
         have = self.stand_ins.by
         heirs = tuple(dict.fromkeys(have[task] for task in lost if task in have))
-        recovery = Recovery(lost, step, back_to, took_s, is_drain, heirs)
+        rest_of = self._rest_of
+        recovery = Recovery(lost, step, back_to, took_s, is_drain, heirs, rest_of)
         _LOG.log(level, "%s", recovery)
         return RolledBack(recovery, checkpoint, now, left_out)
 
@@ -405,6 +412,14 @@ class Rollback:
         source = self.sources()
         if source is None:
             raise self._hopeless(error, "", None)
+        try:
+            self._rest_of = await self.survivors.give(new, step, source)
+        except JGError as other:
+            if isinstance(other, ClusterUnreachableError | TaskLostError):
+                raise
+            _LOG.warning("workers gave nothing: %s", other.message)
+        if self._rest_of is not None:
+            return step, None
         await self.stand_ins.tell_client()  # a master before may have died over it
         checkpoint = await source.load(error, self._recoveries.first)
         return checkpoint.step, checkpoint

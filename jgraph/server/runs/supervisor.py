@@ -67,6 +67,7 @@ from jgraph.server.runs.ps_setup import PsSetup
 from jgraph.server.runs.rescaling.migration import RunMigrations
 from jgraph.server.runs.rescaling.rescaler import RunRescaler
 from jgraph.server.runs.rescaling.stand_ins import RunStandIns
+from jgraph.server.runs.rescaling.survivors import RunSurvivors
 from jgraph.server.runs.rollback import Rollback, RolledBack, position_of
 from jgraph.server.runs.run_client import Restarters, RunClient
 from jgraph.server.runs.run_loops import LoopOrders, RunningLoops, open_round_gates
@@ -143,9 +144,12 @@ class RunSupervisor:
             *(order, peers, self.copies, self.loops, self.record, self.client),
             note=self._note_order,
         )
+        self._survivors = RunSurvivors(
+            order, peers, self.ready, self.copies, self.loops
+        )
         self._rollback = Rollback(
             *(order, peers, self.ready, ps, self.copies, self.stand_ins),
-            *(self.record, self.saving.source, self.client, clock),
+            *(self._survivors, self.record, self.saving.source, self.client, clock),
             save_for_client=self.saving.begin_for_client,
             is_stopped=lambda: self.stopping,
         )
@@ -358,6 +362,7 @@ class RunSupervisor:
             await self._losses.learn()
             if self._is_held:
                 self._holds.hold()
+            await self._survivors.begin(asked)
             async for report in self._peers.loop(asked):
                 body = body_of(report)
                 if body.number:  # else it tells how far it is, and no more
@@ -613,6 +618,7 @@ class RunSupervisor:
                 self._peers.dealers.close(self.loops.data.run)
         self._holds.close()
         if dropped:
+            await self._survivors.close()
             await self.copies.close()
             for loop in self.loops.newest:
                 if "~" in loop.handle:
@@ -656,6 +662,7 @@ class RunSupervisor:
             seconds=recovery.seconds,
             told=recovery.is_drain,
             by=recovery.by,
+            rest_of=recovery.rest_of,
             untold=not self.record.is_told_all,
         )
         place, remaining = self._place(back), max(0, info["steps"] - step)

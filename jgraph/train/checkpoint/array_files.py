@@ -8,7 +8,7 @@ them, the client writes and reads.
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, Final
 from jgraph.client.state.shard_calls import ask_to_load, ask_to_save
 from jgraph.cluster.shard_messages import Shard
 from jgraph.errors import CheckpointError
+from jgraph.graph.ir import TaskName
 from jgraph.plan.program.nodes import ValueType
 from jgraph.runtime.files.blocks import Sums
 from jgraph.runtime.files.manifest import Leaf, directory_of
@@ -95,6 +96,7 @@ def load_arrays(
     targets: Mapping[str, RemoteArray],
     *,
     check_only: bool = False,
+    tasks: Collection[TaskName] | None = None,
 ) -> dict[str, Leaf]:
     """Lets tasks read what they have to have; returns what describes what they read.
 
@@ -105,6 +107,7 @@ def load_arrays(
       leaves: all of it, by path.
       targets: which of it, and where it goes.
       check_only: nothing is stored.
+      tasks: only these; None: all.
 
     Raises:
       CheckpointError: the files cannot be read.
@@ -112,6 +115,8 @@ def load_arrays(
     """
     slices = {name: _as_described(name, leaves[name]) for name in targets}
     owners, cluster = _shards_of(targets, slices)
+    if tasks is not None:
+        owners = {shard: name for shard, name in owners.items() if shard.task in tasks}
     if not owners:
         return {}
     proof = read_proof(directory)

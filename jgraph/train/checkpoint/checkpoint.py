@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.errors import CheckpointError, CheckpointPathError
+from jgraph.graph.ir import TaskName
 from jgraph.runtime.files.manifest import (
     Leaf,
     Manifest,
@@ -126,6 +127,45 @@ def restore(
     _check(manifest.leaves, targets, str(target))
     _check_types(manifest, target)
     arrays = _read(target, manifest, targets, check_first=check_first)
+    leaves = [arrays.get(name, leaf) for name, leaf in targets.items()]
+    return _from_layout(jax.tree.unflatten(jax.tree.structure(layout), leaves), like)
+
+
+def restore_part(path: Path, like: Tree, tasks: Collection[TaskName]) -> Tree:
+    """Gives tasks what they are to have of a checkpoint, and changes nothing elsewhere.
+
+    Args:
+      path: a directory that ``save`` wrote.
+      like: see ``restore``.
+      tasks: these; they read it themselves.
+
+    Returns:
+      The tree; what is not on tasks is in it.
+
+    Raises:
+      CheckpointError: a task has no such directory, or it is none of this model.
+      CheckpointCorruptError: it is not what was written.
+      ClusterError: a task is lost.
+    """
+    from jgraph.train.checkpoint.commit import names_of, reading
+
+    manifest, layout = read_manifest(path), _layout(like)
+    targets = names_of(layout)
+    _check(manifest.leaves, targets, str(path))
+    _check_types(manifest, path)
+    remote = {n: a for n, a in targets.items() if isinstance(a, RemoteArray)}
+    with reading(path):
+        found = load_arrays(path, manifest.leaves, remote, check_only=True)
+        if found.keys() != remote.keys():
+            raise CheckpointError(
+                f"not all tasks have the directory {path}, so none reads its part",
+                path=str(path),
+            )
+        manifest.compare(found, found, path)
+        rest = {n: manifest.leaves[n] for n in targets if n not in remote}
+        arrays, descriptions = read_arrays(path, rest)
+        manifest.compare(rest, descriptions, path)
+        load_arrays(path, manifest.leaves, remote, tasks=tasks)
     leaves = [arrays.get(name, leaf) for name, leaf in targets.items()]
     return _from_layout(jax.tree.unflatten(jax.tree.structure(layout), leaves), like)
 

@@ -1,7 +1,7 @@
 """Remote state: the variables of a training run that tasks of a cluster hold."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
 
 from jgraph.client.cluster import Cluster
@@ -9,7 +9,7 @@ from jgraph.client.runs.failover import release_run
 from jgraph.client.runs.holds import DrainHolds
 from jgraph.client.state.snapshots import SnapshotHandle
 from jgraph.cluster.deadlines import bulk_timeout_s
-from jgraph.errors import TaskLostError
+from jgraph.errors import CheckpointError, TaskLostError
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
 from jgraph.graph.variable import Variable
@@ -182,6 +182,31 @@ class RemoteState:
             # Of a run that goes back, its master begins anew what is of workers.
             self._has_loaded |= not self.is_training
             self._go_on(position, int(by_name["global_step"]))
+
+    def load_part(self, values: Sequence[Any], tasks: Collection[TaskName]) -> None:
+        """Gives tasks what is not theirs to read of a checkpoint.
+
+        Args:
+          values: one per variable; those that are on tasks are there.
+          tasks: these; what others hold stays as it is.
+
+        Raises:
+          CheckpointError: a part of a variable would have to be written alone.
+        """
+        new = dict(zip(self.step.variables, values, strict=True))
+        rest = {v: x for v, x in new.items() if not isinstance(x, RemoteArray)}
+        mine = dict[Variable, Any]()
+        for variable, value in rest.items():
+            homes = {shard.spec.device.task_name for shard in variable.shards}
+            if homes.isdisjoint(tasks):
+                continue
+            if not homes.issubset(tasks):
+                raise CheckpointError(
+                    f"'{variable.name}' is cut so that a checkpoint has no part of it"
+                )
+            mine[variable] = value
+        with self.lock:
+            self.session.write(mine)
 
     def adopt(self, position: Position) -> None:
         """Takes the variables as they are: another client has made them."""

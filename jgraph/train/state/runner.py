@@ -1,7 +1,7 @@
 """Runner interface, between a Trainer and the place where its steps run."""
 
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, final
@@ -58,6 +58,8 @@ class Order:
     """Updates applied before."""
     restore: Callable[[Path], object] | None = None
     """Gives the state the values of the newest good checkpoint of a directory."""
+    restore_part: Callable[[Path, Collection[TaskName]], int] | None = None
+    """Gives some tasks what the newest checkpoint has of it; returns its updates."""
     privacy: Mapping[str, Any] | None = None
     """The account of what it spends, as it begins; None: nobody keeps one."""
 

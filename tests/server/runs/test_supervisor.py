@@ -26,6 +26,7 @@ from jgraph.server.runs.journal import Journal
 from jgraph.server.runs.peers import LoopPeers
 from jgraph.server.runs.ps_setup import PsSetup
 from jgraph.server.runs.rescaling.stand_ins import RunStandIns
+from jgraph.server.runs.rescaling.survivors import RunSurvivors
 from jgraph.server.runs.rollback import Rollback
 from jgraph.server.runs.run_loops import LoopOrders
 from jgraph.server.runs.supervisor import RunSupervisor
@@ -112,8 +113,9 @@ def test_master_that_was_replaced_gives_no_ps_its_state_again() -> None:
         stand_ins = RunStandIns(
             *(order, peers, copies, LoopOrders(), record, None), note=lambda: None
         )
+        survivors = RunSurvivors(order, peers, workers, copies, LoopOrders())
         rollback = Rollback(
-            *(order, peers, workers, ps, copies, stand_ins, record),
+            *(order, peers, workers, ps, copies, stand_ins, survivors, record),
             *(lambda: None, None, clock),
             save_for_client=refuse_to_save,
             is_stopped=lambda: False,

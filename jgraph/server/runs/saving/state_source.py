@@ -77,6 +77,19 @@ class StateSource(Protocol):
           first: updates before the run; older checkpoints are none of it.
         """
 
+    async def load_part(self, tasks: Collection[TaskName]) -> int:
+        """Gives tasks that hold nothing their variables, and leaves the others alone.
+
+        Args:
+          tasks: these.
+
+        Returns:
+          The updates of what they have now: of the newest checkpoint.
+
+        Raises:
+          JGError: they may have a part of it.
+        """
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -133,6 +146,21 @@ class MasterSaves:
             else:
                 return SavedState(manifest.step, manifest.position)
 
+    async def load_part(self, tasks: Collection[TaskName]) -> int:
+        """See ``StateSource.load_part``."""
+        newest = await self.newest()
+        if newest is None:
+            raise CheckpointError(f"there is no checkpoint in {self.directory}")
+        path = Path(self.directory, str(newest))
+        manifest = await asyncio.to_thread(read_manifest, path)
+        # What some of them read of an array has no checksum of its own.
+        all_parts = await asyncio.gather(
+            *(self.ps.load(task, path, check_only=True) for task in self.ps.tasks)
+        )
+        check_read(path, manifest.leaves, [p for each in all_parts for p in each])
+        await asyncio.gather(*(self.ps.load(task, path) for task in tasks))
+        return manifest.step
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -176,7 +204,13 @@ class ClientSaves:
             position = json.loads(answer.position) if answer.position else None
         return SavedState(answer.step, position)
 
-    async def _ask(self, kind: str, ps: int = 0) -> pb.RunAnswer:
+    async def load_part(self, tasks: Collection[TaskName]) -> int:
+        """See ``StateSource.load_part``."""
+        return (await self._ask("part", tasks=tasks)).step
+
+    async def _ask(
+        self, kind: str, ps: int = 0, tasks: Collection[TaskName] = ()
+    ) -> pb.RunAnswer:
         if self.client.is_gone:
             raise CheckpointError(
                 f"the client of run '{self.client.order.run}' is gone, which has the "
@@ -184,4 +218,4 @@ class ClientSaves:
                 f"trainer.restore('{self.directory}')",
                 path=self.directory,
             )
-        return await self.client.ask(kind, ps=ps)
+        return await self.client.ask(kind, ps=ps, tasks=tasks)
