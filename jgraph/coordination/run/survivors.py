@@ -80,7 +80,7 @@ def unread(written: Collection[str], read: Collection[str], counter: str) -> str
 
 
 def gift(
-    told: int,
+    updates: int,
     lost: Collection[TaskName],
     there: Mapping[TaskName, int | None],
     reads: Mapping[TaskName, Mapping[TaskName, int]],
@@ -88,7 +88,7 @@ def gift(
     """Says who gives what was lost, if the run can go on from what was told of.
 
     Args:
-      told: updates of the round that were told of as made.
+      updates: of the round that were told of as made.
       lost: owners.
       there: updates that each other owner has made; None: one of them in part.
       reads: how often each worker has read all of the part of each lost owner.
@@ -105,14 +105,14 @@ def gift(
     for task, count in sorted(there.items()):
         if count is None:
             return NotGiven(f"{task} has made an update in part")
-        if count != told:
+        if count != updates:
             return NotGiven(
                 f"{task} has made another update than the last that was told of"
             )
     by = dict[TaskName, TaskName]()
     for owner in sorted(lost):
         # What was read first, of no update, is what everybody began with.
-        have = [w for w, read in reads.items() if read.get(owner, 0) == told + 1]
+        have = [w for w, read in reads.items() if read.get(owner, 0) == updates + 1]
         if not have:
             return NotGiven(f"no worker has read the newest parameters of {owner}")
         by[owner] = min(have)
