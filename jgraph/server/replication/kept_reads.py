@@ -51,7 +51,7 @@ class KeptReads:
     def __init__(self, runtime: TaskRuntime, shell: TaskHost) -> None:
         self._runtime = runtime
         self._shell = shell
-        self._kept: dict[str, _Kept] = {}
+        self._reads: dict[str, _Kept] = {}
         self.methods: Mapping[str, Answer] = {
             "KeepReads": self._keep,
             "GiveReads": self._give,
@@ -59,33 +59,33 @@ class KeptReads:
 
     def drop(self, containers: Collection[str]) -> None:
         """Forgets what is kept of these containers; of all, if none is named."""
-        for container in [c for c in self._kept if not containers or c in containers]:
-            del self._kept[container]
+        for container in [c for c in self._reads if not containers or c in containers]:
+            del self._reads[container]
 
     async def _keep(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
-        self._kept.pop(order.container, None)
+        self._reads.pop(order.container, None)
         if order.handle:
-            kept = self._kept[order.container] = _Kept(order.keys)
-            self._runtime.keep(order.handle, kept.took)
+            reads = self._reads[order.container] = _Kept(order.keys)
+            self._runtime.keep(order.handle, reads.took)
         yield frame(empty=pb.Empty())
 
     async def _give(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
-        kept = self._kept.get(order.container) or _Kept(())
+        reads = self._reads.get(order.container) or _Kept(())
         for message in order.messages:
             if not message.key:  # the caller has it
                 await self._shell.run(partial(self._store, message, request.tensors))
                 continue
-            if not message.count or kept.counts[message.key] != message.count:
+            if not message.count or reads.counts[message.key] != message.count:
                 raise CopyLostError(
                     f"{self._runtime.task} does not have '{message.key[:80]}' as it "
                     f"came the {message.count}th time",
                     task=self._runtime.task,
                 )
-            values = kept.values[message.key]
+            values = reads.values[message.key]
             await self._shell.run(partial(self._store, message, values))
-        yield frame(give_reads=pb.GiveReads(counts=kept.counts))
+        yield frame(give_reads=pb.GiveReads(counts=reads.counts))
 
     def _store(self, message: pb.KeptMessage, values: Sequence[Any]) -> None:
         """Makes variables of this task of what came in a message."""

@@ -184,8 +184,8 @@ class RunSurvivors:
         found: list[TaskName] = []
         for loop in self.loops.replicas.values():
             task = TaskName(loop.task)
-            kept, _ = self._keeping.get(task, ("", ""))
-            if kept == loop.loop and task not in lost:
+            name, _ = self._keeping.get(task, ("", ""))
+            if name == loop.loop and task not in lost:
                 found.append(task)
         return found
 
