@@ -1,4 +1,4 @@
-"""Whole variables that one task of a program sends another as they are.
+"""Variables that one task of a program sends another whole, as they are.
 
 Who takes part in a step has in its hands what it read: the messages in which variables
 came whole, and what an update writes of them, are told by the partitions.

@@ -38,6 +38,11 @@ class _Kept:
             self.counts[key] += 1
             self.values[key] = values
 
+    def end(self) -> None:
+        """Lets go of all, and keeps nothing of the steps to come."""
+        self._keys = frozenset()
+        self.values.clear()
+
 
 @final
 class KeptReads:
@@ -60,11 +65,11 @@ class KeptReads:
     def drop(self, containers: Collection[str]) -> None:
         """Forgets what is kept of these containers; of all, if none is named."""
         for container in [c for c in self._reads if not containers or c in containers]:
-            del self._reads[container]
+            self._reads.pop(container).end()
 
     async def _keep(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
-        self._reads.pop(order.container, None)
+        self.drop([order.container])
         if order.handle:
             reads = self._reads[order.container] = _Kept(order.keys)
             self._runtime.keep(order.handle, reads.took)

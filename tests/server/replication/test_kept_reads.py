@@ -1,6 +1,7 @@
 """What a worker keeps of what it reads, and what is made of it."""
 
 import asyncio
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -109,7 +110,10 @@ def test_what_the_caller_has_becomes_a_variable() -> None:
 def test_what_was_kept_before_is_forgotten(end: str) -> None:
     here, kept = made()
     keep(kept)
-    here.take("m0", [np.zeros(3, np.float32)])
+    values, take = [np.zeros(3, np.float32)], here.take
+    take("m0", values)
+    held = weakref.ref(values[0])
+    del values
     match end:
         case "reset":
             kept.drop(["run"])
@@ -117,6 +121,8 @@ def test_what_was_kept_before_is_forgotten(end: str) -> None:
             keep(kept, handle="")
         case _:
             keep(kept)
+    take("m0", [])  # of a step that is still under way
+    assert held() is None
     assert counts(kept) == {}
     with pytest.raises(CopyLostError):
         call(kept, "GiveReads", frame(give_reads=of(1, W)))
