@@ -31,7 +31,12 @@ from jgraph.coordination.data.sync_data import SyncData
 from jgraph.coordination.secure import sum_round
 from jgraph.coordination.sync import roster
 from jgraph.coordination.sync.roster import Roster, Steps
-from jgraph.coordination.sync.rounds import RoundRecord, RoundRule, Rounds
+from jgraph.coordination.sync.rounds import (
+    RoundRecord,
+    RoundRule,
+    Rounds,
+    not_to_count,
+)
 from jgraph.coordination.sync.secure_rounds import (
     MOST_VOIDS,
     SecureRounds,
@@ -42,7 +47,7 @@ from jgraph.coordination.sync.secure_rounds import (
     Unmasked,
 )
 from jgraph.coordination.sync.tally import Everywhere, Tally
-from jgraph.errors import DeadlineError, JGError, SecureSumError
+from jgraph.errors import DeadlineError, JGError, NonFiniteError, SecureSumError
 from jgraph.graph.ir import TaskName
 
 Step: TypeAlias = roster.Step
@@ -53,7 +58,10 @@ _Slots: TypeAlias = list[tuple[int, Step]]
 @final
 @dataclass(frozen=True, slots=True)
 class Contributed:
-    """A ps has what steps contributed, each for a slot; all let in at ``version``."""
+    """A ps has what steps contributed, each for a slot; all let in at ``version``.
+
+    In rounds a slot below 0 says that it is not finite, see ``not_to_count``.
+    """
 
     shard: TaskName
     steps: Sequence[Step]
@@ -498,7 +506,8 @@ class Arbiter:
             return []
         said: list[Instruction] = []
         for index in everywhere.places:
-            step, slot = steps[index], int(slots[index])
+            step, number = steps[index], int(slots[index])
+            slot = not_to_count(number) if number < 0 else number
             if not self._data.holds(step[0], slot):
                 continue  # another computes it now, as this one seemed lost
             if index in everywhere.mixed:
@@ -509,11 +518,19 @@ class Arbiter:
             elif self._sums is not None and not self._sums.takes(step[0]):
                 self._data.late(slot)  # its masks are those of a sum that was given up
                 said.append(Void(step))
+            elif number < 0:
+                said += self._leave_out(slot, step)
             else:
                 self._whole[event.version].setdefault(slot, step)
                 if self._sums is not None:
                     said += self._of_sum(self._sums.contributed(step[0]))
         return said
+
+    def _leave_out(self, slot: int, step: Step) -> list[Instruction]:
+        """Takes note of a contribution that is not finite: it is in no update."""
+        self._data.counted(slot)  # the number of a round: it is not dealt again
+        bad = () if self._rounds is None else self._rounds.leave_out(step[0])
+        return self._finish("failed", self._not_finite(bad)) if bad else []
 
     def _numbered(self, event: Contributed) -> tuple[Steps, Sequence[int]]:
         """Returns the steps of replicas of this run, and their slots."""
@@ -596,6 +613,17 @@ class Arbiter:
         self._over = True
         asking = () if self._rounds is None else self._rounds.asking
         return [End(state, error), *(DealData(replica, None) for replica in asking)]
+
+    def _not_finite(self, replicas: Sequence[str]) -> NonFiniteError:
+        tasks = sorted(self._replicas[name] for name in replicas)
+        return NonFiniteError(
+            f"what {', '.join(tasks)} contributed to round {self._version} is NaN or "
+            "infinite, and too few others are left; this round was not applied, and "
+            "the run ends with those before it. Look at the data there, give "
+            "Federated(…) a smaller min_clients, or the Trainer a smaller learning "
+            "rate or optax.clip_by_global_norm",
+            tasks=tasks,
+        )
 
     def _late(self, timeout_s: float) -> DeadlineError:
         if self._applying:

@@ -8,18 +8,41 @@ is up, as soon as the least are there, and the others are late. A replica that i
 busy with an earlier round is invited to none.
 
     invited --(contributed)--> a member of the round
-            --(lost, or late)--> dropped; another is invited if too few are left
+            --(lost, or late, or not finite)--> dropped; another is invited if too few
+                                                are left
 """
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, final
+from typing import Any, Final, TypeAlias, TypeVar, final
 
 from jgraph.coordination.data.slots import Lease, epoch_order
 from jgraph.coordination.data.sync_data import SyncData
 
 Dealt: TypeAlias = tuple[str, Sequence[Lease]]
+
+NOT_FINITE: Final = "not finite"
+"""Why a replica is dropped whose contribution has NaN or infinity."""
+
+_Slot = TypeVar("_Slot")
+
+
+def not_to_count(slot: _Slot) -> _Slot:
+    """Returns the number by which a contribution to a round is known that is no good.
+
+    It is less than 0, and turned round it is the slot again.
+
+    Args:
+      slot: of the contribution; an array, too.
+
+    Example:
+      >>> not_to_count(0), not_to_count(not_to_count(7))
+      (-1, 7)
+    """
+    number: Any = slot
+    turned: _Slot = -1 - number
+    return turned
 
 
 @final
@@ -55,8 +78,8 @@ class RoundRecord:
     Attributes:
       number: updates applied before.
       members: whose contributions count.
-      dropped: who else was invited, and why nothing of it counts: "lost", "late", or
-        "gave up": it ended its part in a secure sum.
+      dropped: who else was invited, and why nothing of it counts: "lost", "late",
+        "not finite", or "gave up": it ended its part in a secure sum.
       void: why the round was given up, and begun again; empty: it was not.
     """
 
@@ -91,6 +114,7 @@ class Rounds:
     ) -> None:
         self._rule = rule
         self._alive = dict.fromkeys(replicas)
+        self._all = len(self._alive)
         self._data = data
         self._number = number
         self._candidates: list[str] = []
@@ -179,6 +203,16 @@ class Rounds:
         self._alive.pop(replica, None)
         self.forget(replica)
         self._drop(replica, "lost")
+
+    def leave_out(self, replica: str) -> Sequence[str]:
+        """What a replica contributed is not finite.
+
+        Returns:
+          All of whom that is so, if too few are left, those that are lost among them.
+        """
+        self._drop(replica, NOT_FINITE)
+        bad = [name for name, why in self._drops.items() if why == NOT_FINITE]
+        return bad if self._all - len(bad) < self._rule.least else ()
 
     def give_up(self, replica: str) -> None:
         """A replica ends its part in the round."""

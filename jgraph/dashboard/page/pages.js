@@ -239,7 +239,8 @@ const rounds = {
       ], Object.entries(run.rounds).map(([round, row]) => ({ round: Number(round), ...row })).reverse(), (r) => r.dropped > 0)),
       card(`Clients of ${run.name}`, table("Clients", [
         ["client", (c) => short(c.name)], ["rounds with it", (c) => number(c.members || 0), "n"], ["too late", (c) => number(c.late || 0), "n"], ["lost", (c) => number(c.lost || 0), "n"],
-      ], rows(run.clients), (c) => (c.late || 0) + (c.lost || 0) > (c.members || 0))),
+        ["not finite", (c) => number(c["not finite"] || 0), "n"],
+      ], rows(run.clients), (c) => c["not finite"] || (c.late || 0) + (c.lost || 0) > (c.members || 0))),
     ]);
   },
 };

@@ -22,6 +22,9 @@ CONTRIBUTIONS: Final = "contributions"
 LOCAL_STEPS: Final = "local_steps"
 """Metric of an update from local steps that are not as many for each worker."""
 
+NOT_FINITE: Final = "not_finite"
+"""Metric of a round of secure sums: how many contributions were not finite."""
+
 WHOLE: Final = "<whole>"
 """Prefix of the fetch that has the pieces of a metric of whole numbers."""
 

@@ -22,7 +22,7 @@ from jgraph.train.model.trees import Tree
 from jgraph.train.privacy.secure_sum import SecureSum
 from jgraph.train.tables.row_step import Computed
 
-_HEADER: Final = 2  # how many clients, and what they count together
+_HEADER: Final = 3  # how many clients, what they count together, how many do not
 
 
 @final
@@ -36,6 +36,7 @@ class Unmasked:
       grads: like the parameters.
       state: like the model's state.
       weight: that of all together, uint32: 0 if nobody's contribution is finite.
+      not_finite: whose is not: how many.
     """
 
     loss: Any
@@ -43,6 +44,7 @@ class Unmasked:
     grads: Tree
     state: Tree
     weight: Any
+    not_finite: Any
 
 
 @final
@@ -123,7 +125,8 @@ class SecureWords:
                 most = self._options.max_weight
                 weight = jnp.clip(jnp.rint(result.weight), 1, most).astype(jnp.uint32)
             weight = jnp.where(finite, weight, 0)
-            others = [jnp.stack([jnp.ones((), jnp.uint32), weight])]
+            bad = (~finite).astype(jnp.uint32)
+            others = [jnp.stack([jnp.ones((), jnp.uint32), weight, bad])]
             others += [self._wide(x, weight) for x in beside]
             values = [self._fixed(x, weight) for x in moved]
             return _plus([*values, jnp.concatenate(others)], mask)
@@ -136,7 +139,7 @@ class SecureWords:
           correction: what takes the masks away, uint32[words].
         """
         *moved, others = _plus(sums, correction)
-        count, weight = others[0], others[1]
+        count, weight, bad = others[0], others[1], others[2]
         values, place = [], _HEADER
         for one in self._types:
             end = place + _words(one)
@@ -150,7 +153,7 @@ class SecureWords:
             dict(zip(self._names, rest[:names], strict=True)),
             jax.tree.unflatten(grads, [self._mean(x, weight) for x in moved]),
             jax.tree.unflatten(self._state, rest[names:]),
-            weight,
+            *(weight, bad),
         )
 
     @property

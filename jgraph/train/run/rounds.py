@@ -20,7 +20,8 @@ class Round:
       number: updates of the model with this one; the ``step`` of ``Run.metrics``.
       members: clients whose contributions count.
       dropped: other clients that were invited, and why nothing of them counts:
-        ``"lost"``, ``"late"``, or ``"gave up"`` its part in a secure sum.
+        ``"lost"``, ``"late"``, ``"not finite"``: it has NaN or infinity, or ``"gave
+        up"`` its part in a secure sum.
       steps: that the members took, all together.
       nbytes: that parameters and contributions of the members have on the way.
       wait_s: seconds from the first contribution until the round was over.
@@ -30,6 +31,8 @@ class Round:
         ``privacy=``, or not computed yet.
       void: why it was given up, with ``secure_sum=``: nothing of it counts, and it was
         begun again under the same number. Empty: it was not.
+      not_finite: with ``secure_sum=``: how many members added nothing, as what they had
+        is not finite. Nobody sees who.
     """
 
     number: int
@@ -40,16 +43,25 @@ class Round:
     wait_s: float = 0.0
     epsilon: float | None = None
     void: str = ""
+    not_finite: int = 0
 
     def __str__(self) -> str:
         if self.void:
             return f"round {self.number}  {self.void}"
         epsilon = "" if self.epsilon is None else f"  epsilon {self.epsilon:.3g}"
-        dropped = "".join(f"; {task} {why}" for task, why in self.dropped.items())
+        out = "".join(f"; {text}" for text in self.left_out)
         return (
             f"round {self.number}  {len(self.members)} clients  {self.steps} steps  "
-            f"{bytes_text(self.nbytes)}  waited {self.wait_s:.1f} s{epsilon}{dropped}"
+            f"{bytes_text(self.nbytes)}  waited {self.wait_s:.1f} s{epsilon}{out}"
         )
+
+    @property
+    def left_out(self) -> list[str]:
+        """What was left out, in words, and why."""
+        out = [f"{task} {why}" for task, why in self.dropped.items()]
+        if count := self.not_finite:
+            out.append(f"{count} not finite, and nobody sees who")
+        return out
 
 
 @final
@@ -89,7 +101,7 @@ class Rounds(Sequence[Round]):
             (
                 r.number,
                 len(r.members),
-                r.void or ", ".join(f"{task} {why}" for task, why in r.dropped.items()),
+                r.void or ", ".join(r.left_out),
                 r.steps,
                 bytes_text(r.nbytes),
                 f"{r.wait_s:.1f} s",
@@ -152,6 +164,21 @@ def with_steps(rounds: Rounds, means: Mapping[int, float]) -> Rounds:
             for r in rounds
         ]
     )
+
+
+def with_not_finite(rounds: Rounds, counts: Mapping[int, float]) -> Rounds:
+    """Returns rounds with how many members added nothing to a secure sum.
+
+    Args:
+      rounds: without these.
+      counts: by the number of the round.
+
+    Example:
+      >>> rounds = Rounds([Round(1, (TaskName("a"), TaskName("b")), {})])
+      >>> with_not_finite(rounds, {1: 1.0})[0].left_out
+      ['1 not finite, and nobody sees who']
+    """
+    return Rounds([replace(r, not_finite=int(counts.get(r.number, 0))) for r in rounds])
 
 
 def with_epsilon(rounds: Rounds, readings: Mapping[int, float]) -> Rounds:

@@ -16,13 +16,13 @@ from jgraph.runtime.data.batches import Array
 from jgraph.train.data.data import Data
 from jgraph.train.data.source import Source
 from jgraph.train.live.live_model import LiveModel, LiveSource
-from jgraph.train.model.metrics import LOCAL_STEPS
+from jgraph.train.model.metrics import LOCAL_STEPS, NOT_FINITE
 from jgraph.train.run.history import History
 from jgraph.train.run.members import RunMembers
 from jgraph.train.run.plot import Plot
 from jgraph.train.run.profile import Profile
 from jgraph.train.run.report import Report
-from jgraph.train.run.rounds import Rounds, with_epsilon, with_steps
+from jgraph.train.run.rounds import Rounds, with_epsilon, with_not_finite, with_steps
 from jgraph.train.state.runner import Events, Position, Staleness
 from jgraph.view import markup
 
@@ -287,6 +287,8 @@ class Run:
         rounds = self._history.rounds if has_ended else self._result.current_rounds()
         if "epsilon" in self.metric_names:
             rounds = with_epsilon(rounds, self._by_step("epsilon"))
+        if NOT_FINITE in self.metric_names:
+            rounds = with_not_finite(rounds, self._by_step(NOT_FINITE))
         if LOCAL_STEPS not in self.metric_names:
             return rounds
         return with_steps(rounds, self._by_step(LOCAL_STEPS))

@@ -298,16 +298,23 @@ class LocalSteps:
                 carry, value, metrics = _some(take, carry, inputs, steps)
                 metrics = {**metrics, LOCAL_STEPS: steps}
             params, opt, state, _ = carry
+            way = jax.tree.map(lambda old, new: old - new, now["params"], params)
+            ok = None
+            if self.rule.epochs:
+                # Nothing stays of a round that does not count.
+                ok = _all_finite((value, way, state, opt))
+                keep = lambda new, old: jnp.where(ok, new, old)
+                opt = jax.tree.map(keep, opt, begin)
+                state = jax.tree.map(keep, state, now["state"])
             self._keep(opt, stored)
             weight = None
             if self.rule.weighs and steps is not None:
                 by_steps = steps.astype(jnp.float32) / count
                 weight = by_steps if examples is None else examples
-            way = jax.tree.map(lambda old, new: old - new, now["params"], params)
             averaged = opt if self.is_averaged else None
             used = {} if rows is None else rows.by_name
             return Computed(
-                *(value, metrics, state, way, used, _no_loss, weight, averaged)
+                *(value, metrics, state, way, used, _no_loss, weight, averaged, ok)
             )
 
     def streamed(
@@ -482,6 +489,11 @@ def _over_steps(values: jax.Array) -> jax.Array:
     if jnp.issubdtype(values.dtype, jnp.inexact):
         return values.mean(0)
     return values.sum(0, dtype=values.dtype)
+
+
+def _all_finite(tree: Tree) -> jax.Array:
+    real = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.stack([jnp.isfinite(x).all() for x in real]).all()
 
 
 def _no_loss(params: Tree) -> jax.Array:

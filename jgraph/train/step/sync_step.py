@@ -8,13 +8,16 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
+from jgraph.coordination.step.finite import FiniteCheck
+from jgraph.coordination.sync.rounds import not_to_count
 from jgraph.graph.device import DeviceSpec, device
 from jgraph.graph.graph import Graph
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.program.accumulate import MEAN, SLOT, SUM
-from jgraph.train.model.checks import warn_of_same_draws
+from jgraph.train.model.checks import FINITE, warn_of_same_draws
 from jgraph.train.model.metrics import (
+    NOT_FINITE,
     WHOLE,
     needs_pieces,
     num_pieces,
@@ -200,14 +203,27 @@ class SyncStep:
                 lambda new, old: jnp.where(means.weight > 0, new, old[...]),
                 *(means.state, tree["state"]),
             )
-            checks = self._step.check(means.loss, grads)
+            checks = {FINITE: (means.weight > 0)[None]}
             self._step.update(means.loss, grads, state, checks, constants, None, {})
             metrics = {WHOLE * (n in self._whole) + n: v for n, v in metrics.items()}
+            metrics[NOT_FINITE] = means.not_finite.astype(jnp.int32)
             return {"loss": means.loss, **metrics, **checks}
 
         feeds = [secure.feed] + ([] if self.entropy is None else [self.entropy])
         variables = [*self._step.variables, *self._sums]
         return trace(apply_sum, *feeds, variables=variables)[0]
+
+    def finite_check(self, graph: Graph) -> FiniteCheck | None:
+        """Returns which fetch of an update's graph says what is finite; None: none.
+
+        A secure sum says whether anybody's contribution was.
+
+        Args:
+          graph: from ``apply_graph``.
+        """
+        if self._secure is None:
+            return self._step.finite_check(graph)
+        return FiniteCheck(self._step.metric_names(graph).index(FINITE), ("loss",))
 
     def _noised(self, means: Any, take_part: Any, entropy: Any) -> Any:
         """Returns private gradients, given their means without noise.
@@ -227,9 +243,9 @@ class SyncStep:
         """Returns the graph of one worker's contribution.
 
         Feeds are those of ``TrainStep.graph`` and ``slot``, the int32 number of the
-        batch, by which contributions are known; and ``steps``, int32, where workers are
-        told how many to take alone, or ``pieces``, how many pieces of a batch there
-        are. The only fetch is its own loss.
+        batch, by which contributions are known, see also ``not_to_count``; and
+        ``steps``, int32, where workers are told how many to take alone, or ``pieces``,
+        how many pieces of a batch there are. The only fetch is its own loss.
 
         Args:
           reads: names of the variables, or shards, that the update reads. Others, as
@@ -288,7 +304,8 @@ class SyncStep:
                     LOSS: result.loss.astype(self._loss.dtype),
                     **who,
                 }
-            self._write({m: values[m.name] for m in means}, slots, slot)
+            number = _number_of(computed, slot)
+            self._write({m: values[m.name] for m in means}, slots, number)
             return {"loss": computed.loss}
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
@@ -444,6 +461,14 @@ class Weight:
         """Returns the weighted means, given the plain ones; called inside a graph."""
         weight = self.variable[...]
         return jax.tree.map(lambda x: x / _as(weight, x) if _is_real(x) else x, values)
+
+
+def _number_of(computed: Computed, slot: Any) -> Any:
+    """Returns the number by which a contribution is known; called inside a graph."""
+    if computed.ok is None:
+        return slot
+    with device("/job:worker"):
+        return jnp.where(computed.ok, slot, not_to_count(slot))
 
 
 def _is_real(value: Any) -> bool:

@@ -432,7 +432,8 @@ class TrainStep:
             )
             if self.private is None:
                 return way
-            return replace(way, grads=self.private.clipped(way.grads))
+            # Who it is of would be told of its data.
+            return replace(way, grads=self.private.clipped(way.grads), ok=None)
         if self.private is not None:
             now, loss_fn = self._read({}), self.adapter.loss
             return self.private.computed(loss_fn, now, batch, step, replica)

@@ -241,7 +241,7 @@ class SyncRunner:
         plan = plans[0]
         shards = [leader, *(s for s in shards_of(plan.program) if s != leader)]
         names = [*step.reported(apply_graph), CONTRIBUTIONS]
-        finite = step.finite_check(apply_graph)
+        finite = sync.finite_check(apply_graph)
         on_ps = (averaging(apply_program, gate, shards),)
         programs = {p.program.driver: p.program for p in plans} if owns else {}
         entropy = () if sync.entropy is None else sync.entropy.shape

@@ -62,6 +62,7 @@ class Computed:
       loss_of: the loss of the batch, of other parameters.
       weight: how much it counts among those of others, float32; None: as much.
       inner: the state of the worker's own optimizer, if that is averaged.
+      ok: whether it may count, as it is finite, bool; None: that is not looked at.
     """
 
     loss: Any
@@ -72,6 +73,7 @@ class Computed:
     loss_of: LossOf
     weight: Any = None
     inner: Tree = None
+    ok: Any = None
 
 
 @final

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -14,7 +15,13 @@ from flax import nnx
 from jgraph.client.cluster import Cluster, connect
 from jgraph.coordination.data.slots import epoch_order
 from jgraph.coordination.run.privacy_account import Spent
-from jgraph.errors import ConfigError, DataError, DeadlineError, SourceError
+from jgraph.errors import (
+    ConfigError,
+    DataError,
+    DeadlineError,
+    NonFiniteError,
+    SourceError,
+)
 from jgraph.graph.ir import TaskName
 from jgraph.train.data.source import Source
 from jgraph.train.privacy.accounting import epsilon_of
@@ -162,6 +169,88 @@ def test_no_example_leaves_its_client_and_models_are_evaluated_as_ever(
     position = there.current_position()
     assert position is not None
     assert position["plan"]["parts"][0][0] == "rounds"
+    there.close()
+
+
+def spoil(tmp_path: Path, *clients: int) -> None:
+    """Makes what these clients have NaN."""
+    for client in clients:
+        path = tmp_path / f"{client}.npz"
+        with np.load(path) as own:
+            y = own["y"]
+            x = np.full_like(own["x"], np.nan)
+        np.savez(path, x=x, y=y)
+
+
+@pytest.mark.bad_input_row(33)
+@pytest.mark.parametrize(
+    ("weight", "inner_state"), [("examples", "keep"), ("equal", "average")]
+)
+def test_what_is_not_finite_is_in_no_round_and_its_client_is_named(
+    cluster: Cluster,
+    source: Source,
+    clients: list[Client],
+    tmp_path: Path,
+    weight: Any,
+    inner_state: Any,
+) -> None:
+    spoil(tmp_path, 1)
+    strategy = Federated(weight=weight, inner_state=inner_state)
+    there = trainer(cluster, strategy, optax.sgd(0.1))
+    run = fit(there, source)
+    kept = [SIZES[0], SIZES[2]] if weight == "examples" else [1, 1]
+    # The others draw as they do beside one that is well.
+    due = by_hand(clients, optax.sgd(0.1), epochs=1, weights=[kept[0], 0, kept[1]])
+    assert_close(parameters(run.model()), due)
+    bad = TaskName("/job:worker/task:1")
+    assert [dict(r.dropped) for r in run.rounds()] == [{bad: "not finite"}] * ROUNDS
+    assert {len(r.members) for r in run.rounds()} == {2}
+    assert f"; {bad} not finite" in str(run.rounds())
+    assert np.isfinite(run.metrics("loss")["value"]).all()
+    there.close()
+
+
+@pytest.mark.bad_input_row(33)
+def test_a_client_that_is_well_again_counts_again(
+    cluster: Cluster, source: Source, tmp_path: Path
+) -> None:
+    """The state of its optimizer, which it keeps, is not spoilt."""
+
+    def loss_of(model: Any, batch: Any) -> Any:
+        weights = nnx.state(model, nnx.Param)
+        moved = sum(
+            abs(x - y).sum() for x, y in zip(leaves(weights), first, strict=True)
+        )
+        bad = (moved == 0) & (batch["x"].max() > 50)  # in the first round
+        return jnp.where(bad, jnp.nan, 1.0) * loss(model, batch)
+
+    leaves = jax.tree.leaves
+    first = leaves(nnx.state(NnxMLP(rngs=nnx.Rngs(0)), nnx.Param))
+    with np.load(tmp_path / "2.npz") as own:
+        x, y = own["x"], own["y"]
+    x[:, 0] = 60.0
+    np.savez(tmp_path / "2.npz", x=x, y=y)
+    strategy = Federated(inner_state="keep")
+    model = NnxMLP(rngs=nnx.Rngs(0))
+    there = Trainer(
+        model, loss_of, optax.adam(1e-3), cluster=cluster, strategy=strategy
+    )
+    run = fit(there, source)
+    assert [list(r.dropped.values()) for r in run.rounds()] == [["not finite"], [], []]
+    there.close()
+
+
+@pytest.mark.bad_input_row(33)
+def test_a_run_ends_with_the_rounds_before_where_too_few_are_finite(
+    cluster: Cluster, source: Source, tmp_path: Path
+) -> None:
+    there = trainer(cluster, Federated(min_clients=2), optax.sgd(0.1))
+    due = parameters(fit(there, source).model())
+    spoil(tmp_path, 0, 2)
+    with pytest.raises(NonFiniteError, match=r"JG-212 what .*0, .*task:2 con"):
+        fit(there, source)
+    for value, wanted in zip(parameters(there.model()), due, strict=True):
+        np.testing.assert_array_equal(value, wanted)
     there.close()
 
 

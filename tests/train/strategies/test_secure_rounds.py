@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jgraph.client.cluster import Cluster
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, NonFiniteError
 from jgraph.plan.program import accumulate
 from jgraph.runtime import gate
 from jgraph.runtime.data.client_rounds import steps_of
@@ -107,6 +107,7 @@ def test_what_the_ps_have_of_a_client_are_random_words(
     assert len(np.unique(words)) > 0.99 * words.size
 
 
+@pytest.mark.bad_input_row(33)
 def test_a_client_whose_loss_is_not_finite_adds_nothing_and_nobody_knows_who(
     cluster: Cluster, source: Source, tmp_path: Path
 ) -> None:
@@ -119,6 +120,20 @@ def test_a_client_whose_loss_is_not_finite_adds_nothing_and_nobody_knows_who(
     assert np.isfinite(run.metrics("loss")["value"]).all()
     assert {len(r.members) for r in run.rounds()} == {len(SIZES)}
     assert any((a != b).any() for a, b in zip(found, due, strict=True))
+    assert [r.not_finite for r in run.rounds()] == [1] * ROUNDS
+    assert "; 1 not finite, and nobody sees who" in str(run.rounds())
+
+
+@pytest.mark.bad_input_row(33)
+def test_a_run_ends_where_nobody_in_a_sum_is_finite(
+    cluster: Cluster, source: Source, tmp_path: Path
+) -> None:
+    for client in range(len(SIZES)):
+        with np.load(tmp_path / f"{client}.npz") as own:
+            x, y = own["x"], own["y"]
+        np.savez(tmp_path / f"{client}.npz", x=np.full_like(x, np.nan), y=y)
+    with pytest.raises(NonFiniteError, match="the loss is NaN or infinite at step 0"):
+        trained(cluster, source, secure_sum=SecureSum())
 
 
 def test_noise_is_added_to_a_secure_sum(cluster: Cluster, source: Source) -> None:
