@@ -12,7 +12,8 @@ index for some time, and no more. What they hear is an arrangement: all tasks wi
 addresses, under a number that only grows; the newest counts.
 
 A task of the cluster's description has no incarnation here. It stays a member whatever
-becomes of its processes, until it is told to leave: from then on it may be lost, too.
+becomes of its processes, until it is told to leave: from then on it may be lost, too. The
+registrar is such a task: somebody starts it again, and nobody has to give it up.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias, final
 
 from jgraph.errors import FencedError, JGError, RescaleError
-from jgraph.graph.device import TaskName
+from jgraph.graph.device import TaskName, is_ps
 
 LEASE_S: Final = 60.0
 """So long an index is kept for a process that does not serve yet, or is silent."""
@@ -73,6 +74,35 @@ class Arrangement:
             return True
         found = self.members.get(task)
         return found is not None and found.incarnation in {0, incarnation}
+
+
+def registrar_of(
+    tasks: Iterable[TaskName], arrangement: Arrangement = Arrangement()
+) -> TaskName:
+    """Returns the task that numbers those that join.
+
+    The first ps of the cluster's description, or the first task if that has no ps,
+    whoever joins: all tasks name the same one, and a process that joined has a lease.
+
+    Args:
+      tasks: of the cluster, as far as is known.
+      arrangement: says which of them have joined.
+
+    Example:
+      >>> worker, ps = TaskName("/job:worker/task:0"), TaskName("/job:ps/task:0")
+      >>> registrar_of([worker, ps])
+      '/job:ps/task:0'
+      >>> there = Arrangement(1, {ps: Member("a:1", 7), worker: Member("b:1")})
+      >>> registrar_of([ps, worker], there)
+      '/job:worker/task:0'
+    """
+
+    def order(task: TaskName) -> tuple[bool, bool, tuple[str, int]]:
+        member = arrangement.members.get(task)
+        has_joined = member is not None and member.incarnation != 0
+        return has_joined, not is_ps(task), _by_index(task)
+
+    return min(tasks, key=order)
 
 
 @final
@@ -345,7 +375,7 @@ class Members:
     def _publish(
         self, members: Mapping[TaskName, Member], kind: str, task: TaskName
     ) -> Publish:
-        ordered = dict(sorted(members.items(), key=_by_index))
+        ordered = {task: members[task] for task in sorted(members, key=_by_index)}
         self.arrangement = Arrangement(self.arrangement.number + 1, ordered)
         return Publish(self.arrangement, kind, task)
 
@@ -359,8 +389,8 @@ class Members:
         yield Publish(newer)
 
 
-def _by_index(item: tuple[TaskName, Member]) -> tuple[str, int]:
-    job, _, index = item[0].rpartition(":")
+def _by_index(task: TaskName) -> tuple[str, int]:
+    job, _, index = task.rpartition(":")
     return job, int(index)
 
 

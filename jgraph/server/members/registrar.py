@@ -1,14 +1,13 @@
 """Registrar of a cluster's members: the shell of ``coordination.liveness.members``.
 
-The first ps of a cluster is its registrar, or its first task if there is no ps. All
-tasks know the arrangement, and any passes on to the registrar what concerns it. So a
-registrar that was started again learns from the others what there is: one that joins is
-not answered before another task knows of it.
+All tasks know who the registrar is (``registrar_of``), and the arrangement, and any passes
+on to it what concerns it. So a registrar that was started again learns from the others
+what there is: one that joins is not answered before another task knows of it.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Final, Protocol, final
 
@@ -34,6 +33,7 @@ from jgraph.coordination.liveness.members import (
     Refuse,
     Served,
     TimePassed,
+    registrar_of,
 )
 from jgraph.errors import (
     ClusterUnreachableError,
@@ -42,7 +42,7 @@ from jgraph.errors import (
     TaskLostError,
     VersionError,
 )
-from jgraph.graph.device import TaskName, is_ps
+from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.dial import is_refused
 from jgraph.rpc.frames import body_of, frame, installed_version
@@ -72,18 +72,6 @@ class Calls(Protocol):
         self, task: TaskName, method: str, request: Frame, *, timeout_s: float = ...
     ) -> Frame:
         """Calls a task."""
-
-
-def registrar_of(tasks: Iterable[TaskName]) -> TaskName:
-    """Returns the task that numbers those that join.
-
-    Example:
-      >>> names = ["/job:chief/task:0", "/job:ps/task:0", "/job:worker/task:0"]
-      >>> registrar_of(map(TaskName, names))
-      '/job:ps/task:0'
-    """
-    listed = list(tasks)
-    return next(filter(is_ps, listed), listed[0])
 
 
 @final
@@ -214,7 +202,8 @@ class Registrar:
 
     @property
     def _registrar(self) -> TaskName:
-        return registrar_of(self._context.addresses)
+        context = self._context
+        return registrar_of(context.addresses, context.arrangement)
 
     async def _pass_on(self, registrar: TaskName, method: str, request: Frame) -> Frame:
         try:

@@ -17,10 +17,12 @@ from jgraph.coordination.liveness.members import (
     Publish,
     Served,
     TimePassed,
+    registrar_of,
 )
 from jgraph.graph.device import TaskName
 
 PS, WORKER = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
+WORKER1 = TaskName("/job:worker/task:1")
 LEASE_S = 10.0
 
 
@@ -102,3 +104,23 @@ def test_what_a_process_says_that_was_given_up_changes_nothing() -> None:
     for event in (Answered(WORKER, 1), Gone(WORKER, 1), Left(WORKER, 1)):
         assert members.handle(event, LEASE_S) == []
     assert members.arrangement == there
+
+
+def test_whoever_joins_the_registrar_is_the_same_task() -> None:
+    """One that joined expires when it is silent, and never tells itself that it is not."""
+    workers = WORKER, WORKER1
+    members = Members(dict.fromkeys(workers, "a:1"), LEASE_S)
+    members.handle(Knocked("ps", 1), 0.0)
+    members.handle(Served(PS, 1, "b:1"), 0.0)
+    tasks = list(members.arrangement.members)
+    assert registrar_of(workers) == registrar_of(tasks, members.arrangement)
+    (given_up,) = members.handle(TimePassed(), LEASE_S)
+    assert isinstance(given_up, Publish)
+    assert (given_up.task, given_up.kind) == (PS, "lost")
+
+
+def test_the_registrar_is_the_first_ps_or_the_first_task() -> None:
+    names = "worker/task:0", "ps/task:10", "ps/task:2", "chief/task:0"
+    tasks = [TaskName(f"/job:{name}") for name in names]
+    assert registrar_of(tasks) == tasks[2]
+    assert registrar_of(tasks[::3]) == tasks[3]

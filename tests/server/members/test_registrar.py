@@ -336,7 +336,21 @@ def test_no_task_that_is_a_ps_is_told_to_leave(here: Servers) -> None:
         cluster.leave(TaskName(PS))
 
 
-def test_the_registrar_is_the_first_ps_or_the_first_task() -> None:
-    tasks = [TaskName(f"/job:{job}/task:0") for job in ("chief", "ps", "worker")]
-    assert registrar.registrar_of(tasks) == PS
-    assert registrar.registrar_of(tasks[::2]) == tasks[0]
+def test_a_ps_that_joins_a_cluster_of_workers_does_not_number_tasks(
+    stack: ExitStack,
+) -> None:
+    workers = Servers(worker=1)
+    stack.callback(workers.stop)
+    ps = join_cluster(workers.servers[0].target, "ps")
+    stack.callback(ps.stop, 0.0)
+    joined(workers, stack)
+    wait_until(lambda: number(ps) == 2)
+    # It looks after nobody, and so gives nobody up: not itself either, of whom it
+    # never hears, after the time of its lease.
+    assert ps._server is not None
+    assert ps._server.master.registrar._machine is None
+    ps.stop(0.0)
+    wait_until(lambda: PS not in known(workers.servers[0]))
+    again = join_cluster(workers.servers[0].target, "ps")
+    stack.callback(again.stop, 0.0)
+    assert again.task == PS
