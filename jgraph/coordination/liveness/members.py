@@ -12,8 +12,8 @@ index for some time, and no more. What they hear is an arrangement: all tasks wi
 addresses, under a number that only grows; the newest counts.
 
 A task of the cluster's description has no incarnation here. It stays a member whatever
-becomes of its processes, until it is told to leave: from then on it may be lost, too. The
-registrar is such a task: somebody starts it again, and nobody has to give it up.
+becomes of its processes, until it is told to leave: from then on it may be lost, too.
+The registrar is such a task: somebody starts it again, nobody has to give it up.
 """
 
 from collections.abc import Iterable, Mapping

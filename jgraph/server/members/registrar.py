@@ -1,8 +1,8 @@
 """Registrar of a cluster's members: the shell of ``coordination.liveness.members``.
 
-All tasks know who the registrar is (``registrar_of``), and the arrangement, and any passes
-on to it what concerns it. So a registrar that was started again learns from the others
-what there is: one that joins is not answered before another task knows of it.
+All tasks know who the registrar is (``registrar_of``), and the arrangement, and any
+passes on to it what concerns it. So a registrar that was started again learns from the
+others what there is: one that joins is not answered before another task knows of it.
 """
 
 import asyncio

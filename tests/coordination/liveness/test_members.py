@@ -107,7 +107,7 @@ def test_what_a_process_says_that_was_given_up_changes_nothing() -> None:
 
 
 def test_whoever_joins_the_registrar_is_the_same_task() -> None:
-    """One that joined expires when it is silent, and never tells itself that it is not."""
+    """One that joined expires unless it is heard of, and nobody hears of itself."""
     workers = WORKER, WORKER1
     members = Members(dict.fromkeys(workers, "a:1"), LEASE_S)
     members.handle(Knocked("ps", 1), 0.0)
