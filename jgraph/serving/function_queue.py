@@ -6,6 +6,7 @@ event loop, since a thread costs more; what is long runs in a thread.
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -45,11 +46,13 @@ from jgraph.serving.statistics import Statistics
 
 SHORT_S: Final = 0.002
 """What takes less runs on the event loop."""
+LONG_S: Final = 0.02
+"""What takes so long is no short execution that the machine held up."""
 WARM_RUNS: Final = 3
-"""Of each number of rows that is short, after the first one."""
-SLOWLY: Final = 8
-"""The part of a longer execution by which the expected time rises."""
-ALONE_S: Final = 0.0001
+"""Of each number of rows, after the first one, unless one is long."""
+LATEST: Final = 16
+"""Executions of a number of rows of which the shortest says how long one is."""
+ALONE_S: Final = 0.0002
 """What takes less runs for each request: to wait for others would cost more."""
 
 
@@ -111,6 +114,7 @@ class FunctionQueue:
         self._timer: asyncio.TimerHandle | None = None
         self._took_s: dict[int, float] = {}
         """By number of rows, how long an execution is; see ``_note``."""
+        self._latest_s: dict[int, deque[float]] = {}
 
     @property
     def queued_rows(self) -> int:
@@ -130,7 +134,7 @@ class FunctionQueue:
                 self._try(inputs)
                 took_s = self._clock.now() - began_s
                 self._note(rows, took_s)
-                if took_s >= SHORT_S:
+                if took_s >= LONG_S:
                     break
 
     def _try(self, inputs: Sequence[Array]) -> None:
@@ -196,12 +200,14 @@ class FunctionQueue:
     def _note(self, rows: int, took_s: float) -> None:
         """Notes how long an execution was.
 
-        One that other work of the machine held up says little: times fall at once, and
-        rise slowly.
+        One that other work of the machine held up says little, and where there is much
+        of it every third one is: the shortest of the latest counts.
         """
-        before_s = self._took_s.get(rows, took_s)
-        rise_s = (took_s - before_s) / SLOWLY
-        self._took_s[rows] = min(took_s, before_s + max(rise_s, 0.0))
+        latest_s = self._latest_s.get(rows)
+        if latest_s is None:
+            latest_s = self._latest_s[rows] = deque(maxlen=LATEST)
+        latest_s.append(took_s)
+        self._took_s[rows] = min(latest_s)
 
     def _takes_no_time(self, rows: int) -> bool:
         return self._took_s.get(rows, SHORT_S) < ALONE_S
@@ -306,7 +312,7 @@ class FunctionQueue:
         ready = self._clock.now()
         self._statistics.compute_input.add(ready - began_s)
         loop, function = asyncio.get_running_loop(), self._function
-        future: asyncio.Future[Answered] | asyncio.Future[list[Array]]
+        future: asyncio.Future[Answered] | asyncio.Future[tuple[list[Array], float]]
         if not isinstance(function, LoadedFunction):
             future = loop.create_task(function.answer(inputs))
         elif self._took_s.get(run.bucket, SHORT_S) < SHORT_S:
@@ -314,28 +320,40 @@ class FunctionQueue:
                 outputs: Answered | BaseException = Answered(function(inputs))
             except Exception as error:  # noqa: BLE001  # is told to whoever asked
                 outputs = error
-            self._done(run, ready, outputs)
+            self._done(run, self._clock.now() - ready, outputs)
             if self._takes_no_time(run.bucket):
                 self._free(run.slot)
             else:  # requests that have come meanwhile are read first
                 loop.call_soon(self._free, run.slot)
             return
         else:
-            future = loop.run_in_executor(self._threads, function, inputs)
+            future = loop.run_in_executor(self._threads, self._timed, function, inputs)
         future.add_done_callback(partial(self._ended, run, ready))
+
+    def _timed(
+        self, function: LoadedFunction, inputs: Sequence[Array]
+    ) -> tuple[list[Array], float]:
+        """Returns the outputs, and how long they took, without the way to a thread."""
+        began_s = self._clock.now()
+        outputs = function(inputs)
+        return outputs, self._clock.now() - began_s
 
     def _ended(
         self, run: Execute, began_s: float, future: "asyncio.Future[Any]"
     ) -> None:
+        took_s = self._clock.now() - began_s
         answered: Answered | BaseException
         if future.cancelled():  # the server ends
             answered = ModelNotReadyError("this server is about to end; ask another")
         elif (error := future.exception()) is not None:
             answered = error
         else:
-            found = future.result()
-            answered = found if isinstance(found, Answered) else Answered(found)
-        self._done(run, began_s, answered)
+            found: Answered | tuple[list[Array], float] = future.result()
+            if isinstance(found, tuple):
+                outputs, took_s = found
+                found = Answered(outputs)
+            answered = found
+        self._done(run, took_s, answered)
         self._free(run.slot)
 
     def _free(self, slot: int) -> None:
@@ -359,9 +377,8 @@ class FunctionQueue:
         return together
 
     def _done(
-        self, run: Execute, began_s: float, answered: Answered | BaseException
+        self, run: Execute, took_s: float, answered: Answered | BaseException
     ) -> None:
-        took_s = self._clock.now() - began_s
         self._note(run.bucket, took_s)
         self._statistics.executions += 1
         self._statistics.compute_infer.add(took_s)

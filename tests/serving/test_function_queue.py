@@ -13,7 +13,7 @@ from jgraph.clock import SystemClock
 from jgraph.coordination.serving.batching import Limits
 from jgraph.errors import NonFiniteError, OverloadedError
 from jgraph.serving.exported_model import LoadedFunction
-from jgraph.serving.function_queue import FunctionQueue
+from jgraph.serving.function_queue import LATEST, FunctionQueue
 from jgraph.serving.signature import Array, Signature, TensorSpec
 from jgraph.serving.statistics import Statistics
 
@@ -160,6 +160,61 @@ def test_what_takes_no_time_runs_for_each_request_and_waits_for_no_other() -> No
 
     assert [one.outputs[0].tolist() for one in asyncio.run(ask())] == [[2.0]] * 3
     assert sizes == [1, 1, 1]
+
+
+class Hand:
+    """A clock that stands still unless somebody moves it."""
+
+    def __init__(self) -> None:
+        self.at = 1.0
+
+    def now(self) -> float:
+        return self.at
+
+
+def test_requests_go_on_without_a_queue_when_some_executions_are_held_up() -> None:
+    clock = Hand()
+    takes_s = [1e-5]
+
+    def code(x: Array) -> Sequence[Any]:
+        clock.at += takes_s[-1]
+        return [x * 2]
+
+    with ThreadPoolExecutor(1) as threads:
+        function = LoadedFunction(SIGNATURE, code, ())
+        queue = FunctionQueue(function, Limits(), Statistics(), clock, threads)
+        x = [np.ones(1, np.float32)]
+        queue.warm(x)
+        for one in (0.05, 0.05, 1e-5, 0.05):
+            takes_s.append(one)
+            assert queue.at_once(x, 1, clock.at + 1) is not None
+        for _ in range(LATEST):
+            queue.at_once(x, 1, clock.at + 1)
+        assert queue.at_once(x, 1, clock.at + 1) is None  # now it is a long one
+
+
+def test_the_way_to_a_thread_is_no_part_of_an_execution() -> None:
+    clock = Hand()
+
+    def code(x: Array) -> Sequence[Any]:
+        clock.at += 1e-5
+        return [x * 2]
+
+    class Late(ThreadPoolExecutor):
+        """Threads that come late to each execution."""
+
+        def submit(self, fn: Any, /, *args: Any, **options: Any) -> Any:
+            clock.at += 0.1
+            return super().submit(fn, *args, **options)
+
+    async def ask() -> bool:
+        with Late(1) as threads:
+            function = LoadedFunction(SIGNATURE, code, ())
+            queue = FunctionQueue(function, Limits(), Statistics(), clock, threads)
+            await queue.answer([np.ones(1, np.float32)], 1, clock.at + 5)
+            return queue.is_quick
+
+    assert asyncio.run(ask())
 
 
 @pytest.mark.parametrize("refuses", [False, True])
