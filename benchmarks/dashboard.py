@@ -1,10 +1,11 @@
 """What a dashboard costs, and how fast it is: ``python -m benchmarks dashboard``.
 
 ``--part cost``: steps/s of one long run with a dashboard, its journal and three that
-read its stream, of those without, in ``--alternations`` blocks of three windows of
-``--window`` seconds in a random order; CPU of a step likewise, of the master in cores,
-and of the dashboard's process, and its memory. Each with the interval in which it is 95
-times of 100, and with the same of two windows without a dashboard, which is noise. Then
+read its stream, of those without, as a part of what ``--dashboards`` of them cost at
+the same time, in ``--alternations`` blocks of three windows of ``--window`` seconds in
+a random order; CPU of a step likewise, of the master in cores, and of the dashboard's
+process, and its memory. Each with the interval in which it is 95 times of 100, and with
+the same of two windows without a dashboard, which is noise. Then
 CPU alone, without steps, which says most exactly what watching takes of a task; see
 ``benchmarks/dashboard_cost.py``. ``--part board``: what a board of
 64 tasks and a run has taken of memory after so many simulated seconds, halfway and at
@@ -77,8 +78,9 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", action="store_true", help="print a table's rows")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=2.0, help="of a round")
-    parser.add_argument("--alternations", type=int, default=40)
-    parser.add_argument("--window", type=float, default=3.0, help="seconds")
+    parser.add_argument("--alternations", type=int, default=12)
+    parser.add_argument("--window", type=float, default=5.0, help="seconds")
+    parser.add_argument("--dashboards", type=int, default=8, help="at the same time")
     parser.add_argument("--seed", type=int, default=0, help="of the order of windows")
     parser.add_argument("--simulated", type=int, default=3600, help="seconds")
     parser.add_argument("--tasks", type=int, default=64)
@@ -87,7 +89,7 @@ def main(args: Sequence[str] | None = None) -> None:
         print_rows(ROWS)
         return
     if "cost" in a.part:
-        cost(a.alternations, a.window, a.seed)
+        cost(a.alternations, a.window, a.dashboards, a.seed)
     if "board" in a.part:
         board(a.simulated, a.tasks)
     if "page" in a.part:

@@ -1,16 +1,23 @@
 """What a dashboard with three viewers costs a run: it comes and goes while that trains.
 
 One long run of a ps and a worker that keep two cores busy. Windows of some seconds
-follow each other in blocks of three, in a random order: a dashboard with its journal is
-attached to the cluster and three read its stream; nothing is; nothing is once more. The
-first second of each window counts for nothing: a dashboard that comes is told of the
-whole run. What belongs to one block is compared, and the medians of all blocks have the
-interval in which they are 95 times of 100 (the bootstrap). The two windows without a
-dashboard, compared in the same way, say how much of that is noise (``control``).
+follow each other in blocks of three, in a random order: dashboards, each a process with
+a journal, are attached to the cluster, and three read the stream of each; nothing is;
+nothing is once more. The first third of each window counts for nothing: a dashboard
+that comes is told of the whole run. What belongs to one block is compared, and the
+medians of all blocks have the interval in which they are 95 times of 100 (the
+bootstrap). The two windows without a dashboard, compared in the same way, say how much
+of that is noise (``control``).
 
-The dashboard is a process beside the tasks, as on the host of the master, and what it
+One dashboard takes less of a run than neighbouring windows differ by, however many
+there are. So several are attached, which know nothing of each other: what all take,
+divided by how many they are, is what one takes, and is found as many times more
+exactly. Where they hinder each other, that is too much and not too little.
+
+A dashboard is a process beside the tasks, as on the host of the master, and what it
 takes of the cores is part of what is found; it is told by itself too. Who reads is on
-another machine in reality, and so is niced here; that process is told by itself.
+another machine in reality, and so is niced here; those processes are told by
+themselves.
 """
 
 import random
@@ -23,7 +30,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from operator import sub, truediv
+from itertools import zip_longest
+from operator import truediv
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, Final, Self, final
@@ -38,12 +46,13 @@ from benchmarks import measure
 from benchmarks.dashboard_beside import VIEWERS
 
 STATES: Final = ("on", "off", "control")
-DROPPED_S: Final = 1.0
+_DROPPED: Final = 1 / 3
+"""Of each window."""
 _BEFORE_END_S: Final = 0.1
 """Steps are dated to some hundredths of a second of our clock."""
 _WIDTH, _BATCH, _EXAMPLES = 64, 64, 8192
 _FOR_EVER: Final = 10**9
-_AT_REST: Final = 5
+_AT_REST: Final = 3
 """Blocks without steps."""
 
 
@@ -53,10 +62,11 @@ class Beside:
 
     Args:
       target: address of the cluster.
-      directory: for journals.
+      directory: for journals; is made.
     """
 
     def __init__(self, target: str, directory: Path) -> None:
+        directory.mkdir()
         command = [sys.executable, "-m", "benchmarks.dashboard_beside"]
         self._processes = [
             subprocess.Popen(
@@ -70,26 +80,35 @@ class Beside:
         self.dashboard, self.viewers = (one.pid for one in self._processes)
         self._is_on = False
 
-    def switch(self, state: str) -> None:
-        """Attaches a dashboard, or detaches it; returns when that is so."""
+    def switch(self, state: str) -> Iterator[None]:
+        """Attaches a dashboard, or detaches it: in steps, each of which takes a while.
+
+        What is told to do one is waited for with the next, so that those of several
+        may go on at the same time.
+        """
         if (state == "on") is self._is_on:
             return
         self._is_on = not self._is_on
+        self._tell(0, "attach" if self._is_on else "detach")
+        yield
+        answer = self._answer(0)
         if self._is_on:
-            url = self._told(0, "attach")
-            self._told(1, url)
-        else:
-            self._told(0, "detach")
+            self._tell(1, answer)
+            yield
+            self._answer(1)
 
-    def _told(self, process: int, line: str) -> str:
-        asked, answers = self._processes[process].stdin, self._processes[process].stdout
+    def _tell(self, process: int, line: str) -> None:
+        asked = self._processes[process].stdin
         assert asked is not None
-        assert answers is not None
         asked.write(line + "\n")
         asked.flush()
+
+    def _answer(self, process: int) -> str:
+        answers = self._processes[process].stdout
+        assert answers is not None
         answer = answers.readline().strip()
         if not answer:
-            raise RuntimeError(f"what was told to {line} has ended")
+            raise RuntimeError("a process beside the run has ended")
         return answer
 
     def __enter__(self) -> Self:
@@ -110,7 +129,7 @@ class Window:
       began: on the monotonic clock.
       ended: likewise.
       used: CPU seconds, by task.
-      beside: CPU seconds of the dashboard, and of its viewers.
+      beside: CPU seconds of all dashboards, and of their viewers.
       steps: that were done.
     """
 
@@ -149,13 +168,17 @@ class Watch:
 
     Args:
       cluster: that is watched.
-      beside: what watches.
+      beside: all that watches.
       seconds: of a window.
       seed: of the order.
     """
 
     def __init__(
-        self, cluster: jg.LocalCluster, beside: Beside, seconds: float, seed: int
+        self,
+        cluster: jg.LocalCluster,
+        beside: Sequence[Beside],
+        seconds: float,
+        seed: int,
     ) -> None:
         self._tasks = {str(task): cluster.pid(task) for task in cluster.tasks()}
         self._beside = beside
@@ -171,10 +194,11 @@ class Watch:
         return {state: self._window(state) for state in states}
 
     def _window(self, state: str) -> Window:
-        self._beside.switch(state)
-        _wait(DROPPED_S)
+        switch(self._beside, state)
+        dropped_s = _DROPPED * self._seconds
+        _wait(dropped_s)
         began, before, beside = time.monotonic(), self._used(), self._used_beside()
-        _wait(self._seconds - DROPPED_S - _BEFORE_END_S)
+        _wait(self._seconds - dropped_s - _BEFORE_END_S)
         ended, after = time.monotonic(), self._used()
         took = [b - a for a, b in zip(beside, self._used_beside(), strict=True)]
         _wait(_BEFORE_END_S)
@@ -185,8 +209,16 @@ class Watch:
         return {task: measure.cpu_seconds(pid) for task, pid in self._tasks.items()}
 
     def _used_beside(self) -> list[float]:
-        pids = self._beside.dashboard, self._beside.viewers
-        return [measure.cpu_seconds(pid) for pid in pids]
+        all_of = zip(
+            *((one.dashboard, one.viewers) for one in self._beside), strict=True
+        )
+        return [sum(map(measure.cpu_seconds, pids)) for pids in all_of]
+
+
+def switch(beside: Sequence[Beside], state: str) -> None:
+    """Attaches all dashboards, or detaches them; returns when that is so."""
+    for _ in zip_longest(*(one.switch(state) for one in beside)):
+        pass
 
 
 def _wait(seconds: float) -> None:
@@ -274,22 +306,34 @@ def compared(
     }
 
 
-def cost(alternations: int, seconds: float, seed: int = 0) -> None:
-    """Prints what watching costs a run, and what it takes of tasks at rest."""
+def cost(alternations: int, seconds: float, count: int, seed: int = 0) -> None:
+    """Prints what watching costs a run, and what it takes of tasks at rest.
+
+    Args:
+      alternations: blocks of windows.
+      seconds: of a window.
+      count: dashboards that are attached at the same time; what is told is of one.
+      seed: of the order of the windows.
+    """
+    ratio_of_one = lambda a, b: 1 + (a / b - 1) / count
+    more_of_one = lambda a, b: (a - b) / count
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cluster = stack.enter_context(jg.LocalCluster(ps=1, workers=1))
-        beside = stack.enter_context(Beside(cluster.target, directory))
+        beside = [
+            stack.enter_context(Beside(cluster.target, directory / str(number)))
+            for number in range(count)
+        ]
         watch = Watch(cluster, beside, seconds, seed)
-        beside.switch("on")  # all is loaded by then
+        switch(beside, "on")  # all is loaded by then
         began, load = time.monotonic(), psutil.getloadavg()[0]
         with training(cluster) as end:
-            _wait(2 * DROPPED_S)
+            _wait(2.0)
             windows = watch.blocks(alternations)
             done = end()
         blocks = [{s: w.with_steps(done) for s, w in one.items()} for one in windows]
         at_rest = watch.blocks(_AT_REST)
-        rss = psutil.Process(beside.dashboard).memory_info().rss / 1e6
+        rss = [psutil.Process(one.dashboard).memory_info().rss / 1e6 for one in beside]
         tasks, master = [str(task) for task in cluster.tasks()], str(cluster.master)
     rate = lambda window: window.steps / window.seconds
     parts = ("board_cores", "viewers_cores")
@@ -297,27 +341,31 @@ def cost(alternations: int, seconds: float, seed: int = 0) -> None:
         "dashboard",
         part="cost",
         alternations=alternations,
+        dashboards=count,
         viewers=VIEWERS,
         master=master,
-        **compared("ratio", blocks, rate, truediv),
-        **compared("cpu_ratio", blocks, lambda window: window.step_us, truediv),
-        **compared("master_cores_more", blocks, partial(_cores, master), sub),
+        **compared("ratio", blocks, rate, ratio_of_one),
+        **compared("cpu_ratio", blocks, lambda window: window.step_us, ratio_of_one),
+        **compared("master_cores_more", blocks, partial(_cores, master), more_of_one),
+        **compared("ratio_of_all", blocks, rate, truediv),
         steps_per_s=round(median(without(one, rate) for one in blocks)),
         task_cores={
             task: round(median(one["off"].cores(task) for one in blocks), 3)
             for task in tasks
         },
         cores_more_at_rest={
-            task: compared("more", at_rest, partial(_cores, task), sub)
+            task: compared("more", at_rest, partial(_cores, task), more_of_one)
             for task in tasks
         },
         **{
             part: round(
-                median(one["on"].beside[at] / one["on"].seconds for one in blocks), 4
+                median(one["on"].beside[at] / one["on"].seconds for one in blocks)
+                / count,
+                4,
             )
             for at, part in enumerate(parts)
         },
-        rss_mb=round(rss, 1),
+        rss_mb=round(max(rss), 1),
         seconds=round(time.monotonic() - began, 1),
         load_before=round(load, 1),
     )

@@ -544,9 +544,9 @@ def test_a_dashboard_is_measured_by_what_it_holds(bench: Bench) -> None:
 @pytest.mark.procs
 @pytest.mark.nightly
 def test_a_run_is_watched_in_turns_with_nobody_who_watches(bench: Bench) -> None:
-    words = "--part cost --alternations 2 --window 1.7"
+    words = "--part cost --alternations 2 --window 1.7 --dashboards 2"
     (line,) = bench(dashboard.main, words)
-    assert (line["viewers"], line["alternations"]) == (3, 2)
+    assert (line["viewers"], line["alternations"], line["dashboards"]) == (3, 2, 2)
     assert 0 < line["ratio_low"] <= line["ratio"] <= line["ratio_high"]
     assert 0 < line["ratio_control_low"] <= line["ratio_control_high"]
     assert line["board_cores"] > line["viewers_cores"] >= 0

@@ -299,7 +299,6 @@ def top(
 
     where, files = target_of(target, name), {"tls": tls_dir, "token_file": token_file}
     with inspecting(where, timeout_s=timeout, **files) as visit:
-        look = lambda: (visit.status(), visit.runs())
-        missing = watch(look, every_s=every, once=once, as_json=as_json)
+        missing = watch(visit.look, every_s=every, once=once, as_json=as_json)
     if missing:
         raise typer.Exit(FAILURE)

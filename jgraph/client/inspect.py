@@ -49,7 +49,16 @@ class ClusterInspector:
     def runs(self) -> list[RunInfo]:
         """Returns the runs that outlive their clients."""
         reply = self._ask(self._address, "Master.Runs", frame(empty=pb.Empty()))
-        return run_infos(reply)
+        return run_infos(body_of(reply))
+
+    def look(self) -> tuple[ClusterStatus, list[RunInfo]]:
+        """Returns how the tasks and the runs are: all by one call."""
+        status = body_of(
+            self._ask(self._address, "Master.Status", frame(empty=pb.Empty()))
+        )
+        # Tasks of an older version tell of runs when they are asked for them.
+        runs = run_infos(status.runs) if status.HasField("runs") else self.runs()
+        return ClusterStatus.from_message(status), runs
 
     def reports(self, run: RunInfo, address: Address) -> Iterator[Frame]:
         """Yields all reports of a run so far, and those to come, to its end.

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Final, final
 
+from jgraph.client.status import ClusterStatus
 from jgraph.cluster import event_loop
 from jgraph.cluster.events import Event, from_json
 from jgraph.cluster.spec import ClusterSpec
@@ -57,22 +58,24 @@ class LogTail:
         self._tasks = spec.tasks() if tasks is None else tasks
         self._last_numbers: dict[TaskName, int] = {}
         self._processes: dict[TaskName, str] = {}
+        self._newest_events: Mapping[TaskName, int | None] = {}
         self._behind = behind
         self._must_answer = must_answer
         self._events = events
 
-    def look_at(self, spec: ClusterSpec, processes: Mapping[TaskName, str]) -> None:
-        """Asks all tasks of another description from now on: some came, or left.
+    def look_at(self, status: ClusterStatus) -> None:
+        """Asks the tasks of another description from now on: some came, or left.
 
-        Args:
-          spec: where the tasks are.
-          processes: incarnation of each that answers. The lines of one that was
-            started again have the numbers of those before.
+        Those of whose events this says that none is new are not asked the next time.
+        The lines of one that was started again have the numbers of those before.
         """
-        self._spec, self._tasks = spec, spec.tasks()
-        for task, process in processes.items():
+        self._spec, self._tasks = status.cluster, status.cluster.tasks()
+        for one in status.tasks:
+            task, process = one.task, one.incarnation
             if self._processes.setdefault(task, process) != process:
                 self._processes[task], self._last_numbers[task] = process, 0
+        if self._events:
+            self._newest_events = {one.task: one.newest_event for one in status.tasks}
 
     def new(self) -> list[tuple[TaskName, str]]:
         """Returns lines since the last call, by task; none of one that is silent."""
@@ -88,7 +91,11 @@ class LogTail:
                 return
 
     async def _ask_all(self) -> list[tuple[TaskName, str]]:
-        by_task = await asyncio.gather(*map(self._ask, self._tasks))
+        newest, self._newest_events = self._newest_events, {}
+        asked = [
+            t for t in self._tasks if newest.get(t) != self._last_numbers.get(t, 0)
+        ]
+        by_task = await asyncio.gather(*map(self._ask, asked))
         return [line for lines in by_task for line in lines]
 
     async def _ask(self, task: TaskName) -> list[tuple[TaskName, str]]:
@@ -121,9 +128,9 @@ class EventTail:
     def __init__(self, transport: Transport, spec: ClusterSpec) -> None:
         self._log = LogTail(transport, spec, behind=_EVENTS, events=True)
 
-    def look_at(self, spec: ClusterSpec, processes: Mapping[TaskName, str]) -> None:
-        """Asks all tasks of another description from now on, see ``LogTail``."""
-        self._log.look_at(spec, processes)
+    def look_at(self, status: ClusterStatus) -> None:
+        """Asks the tasks of another description from now on, see ``LogTail``."""
+        self._log.look_at(status)
 
     def new(self) -> list[Event]:
         """Returns events since the last call, by time; none of a silent task."""

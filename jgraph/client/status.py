@@ -206,6 +206,7 @@ class TaskStatus:
         had; None of a task of an older version.
       disk_free: that of the disks of temporary files and records.
       certificate_ends_s: in seconds since 1970; None: it has none.
+      newest_event: how many events it has noted; None of a task of an older version.
     """
 
     task: TaskName
@@ -237,6 +238,7 @@ class TaskStatus:
     memory_free: float | None = None
     disk_free: float | None = None
     certificate_ends_s: float | None = None
+    newest_event: int | None = None
 
     @classmethod
     def from_message(cls, message: pb.TaskStatus) -> Self:
@@ -279,6 +281,9 @@ class TaskStatus:
             ),
             disk_free=message.disk_free if message.HasField("disk_free") else None,
             certificate_ends_s=message.certificate_ends_s or None,
+            newest_event=(
+                message.newest_event if message.HasField("newest_event") else None
+            ),
         )
 
 

@@ -31,6 +31,12 @@ class NewestLines:
         self._count = 0
         self._lines: deque[str] = deque(maxlen=_LINES)
 
+    @property
+    def count(self) -> int:
+        """The number of the newest line; 0: there is none."""
+        with self._lock:
+            return self._count
+
     def add(self, line: str) -> None:
         """Keeps a line."""
         with self._lock:

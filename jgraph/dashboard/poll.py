@@ -89,17 +89,15 @@ class Poller:
         Raises:
           JGError: the cluster does not answer.
         """
-        status = self._visit.status()
+        status, runs = self._visit.look()
         self._take(status_fact(status, self._clock.now()))
         self.first_answer.set()
-        runs = self._visit.runs()
         self._take(runs_fact(runs, self._clock.now()))
         for run in runs:
             self._follow(run, status)
         if self._events is None:
             self._events = self._visit.events()
-        processes = {task.task: task.incarnation for task in status.tasks}
-        self._events.look_at(status.cluster, processes)
+        self._events.look_at(status)
         if new := self._events.new():
             self._take(events_fact(new, self._clock.now()))
         if self._looks % _VARIABLES_EVERY == 0:

@@ -51,7 +51,7 @@ from jgraph.rpc.wire.program_codec import decode_program, encode_program
 from jgraph.runtime.compute_errors import as_error
 from jgraph.server.members.messages import members_message
 from jgraph.server.members.registrar import Registrar
-from jgraph.server.runs.calls import Runs
+from jgraph.server.runs.calls import Runs, merged
 from jgraph.server.runs.peers import Peers, of_task
 from jgraph.server.task_service import TaskService
 
@@ -75,6 +75,7 @@ class Master:
         self._runs_seen = RunsSeen(service.events)
         self.runs = Runs(self, context.clock)
         methods: Mapping[str, Answer] = {
+            "TaskStatus": self._task_status,
             "Master.Connect": self._connect,
             "Master.Status": self._status,
             "Master.RegisterProgram": self._register_program,
@@ -193,6 +194,12 @@ class Master:
         statuses[task] = status
         events.put_nowait(TaskAnswered(task, status.incarnation))
 
+    async def _task_status(self, request: Frame) -> AsyncIterator[Frame]:
+        """Tells how this task is, and which runs have their master here."""
+        status = await self._service.status()
+        status.runs.CopyFrom(self.runs.own())
+        yield frame(task_status=status)
+
     async def _status(self, request: Frame) -> AsyncIterator[Frame]:
         statuses: dict[TaskName, pb.TaskStatus] = {}
 
@@ -220,8 +227,13 @@ class Master:
     def _cluster_status(
         self, statuses: Mapping[TaskName, pb.TaskStatus], missing: list[TaskName]
     ) -> Frame:
+        all_tell = all(status.HasField("runs") for status in statuses.values())
+        runs = merged(s.runs for s in statuses.values()) if all_tell else None
+        for status in statuses.values():
+            status.ClearField("runs")  # they are told once
         return frame(
             cluster_status=pb.ClusterStatus(
+                runs=runs,
                 cluster_json=self._context.spec.to_json(),
                 master=self.task,
                 tasks=[statuses[task] for task in sorted(statuses)],

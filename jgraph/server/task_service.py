@@ -108,6 +108,7 @@ class TaskService:
         self._flight = FlightService(context, self.runtime.flight)
         self._disks = DiskLooks(context.clock, context.records_dir)
         self._began = context.clock.now()
+        self._process = psutil.Process()
         self.parts = StepParts(self.runtime, self.shell.messages, self.gates)
         self.dealers = Dealers(context.clock)
         self._shutdown = shutdown
@@ -116,7 +117,6 @@ class TaskService:
         )
         programs = ProgramService(context, self.runtime, self.shell, self._flight)
         self.methods: dict[str, Answer] = {
-            "TaskStatus": self._task_status,
             **programs.methods,
             "RunStep": self._run_step,
             **self.loops.methods,
@@ -253,7 +253,7 @@ class TaskService:
             platform=jax.export.default_export_platform(),  # "cuda", not "gpu"
             state="ready" if self._phase is _Phase.SERVING else "draining",
             pid=os.getpid(),
-            rss_bytes=psutil.Process().memory_info().rss,
+            rss_bytes=self._process.memory_info().rss,
             jgraph=installed_version("jgraph"),
             jax=jax.__version__,
             python=platform.python_version(),
@@ -286,10 +286,8 @@ class TaskService:
             memory_free=round(memory_free(), 2),
             disk_free=None if disk_free is None else round(disk_free, 2),
             certificate_ends_s=self.context.certificate_ends_s,
+            newest_event=self.events.lines.count,
         )
-
-    async def _task_status(self, request: Frame) -> AsyncIterator[Frame]:
-        yield frame(task_status=await self.status())
 
     def run_at_once(
         self, handle: str, arrays: Sequence[np.ndarray[Any, Any]], limit_s: float

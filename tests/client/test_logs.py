@@ -10,8 +10,7 @@ from tests.support.waiting import wait_until
 
 
 def look(events: EventTail, status: ClusterStatus) -> list[str]:
-    processes = {task.task: task.incarnation for task in status.tasks}
-    events.look_at(status.cluster, processes)
+    events.look_at(status)
     return [event.kind for event in events.new()]
 
 

@@ -1,8 +1,9 @@
 """Machines do what their transcripts say; these are the place to read first."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from jgraph.coordination.sync.rounds import RoundRule
 from jgraph.coordination.sync.secure_rounds import SecureRounds, SumRule
 from jgraph.graph.ir import TaskName
 from tests.support.transcripts import replayed, rows_of
+from tests.support.watched_board import WatchedBoard
 
 HERE = Path(__file__).parent
 
@@ -68,8 +70,13 @@ def shares(each: int, most: int) -> Shares:
     return Shares(Cut(each, most=most, measured=True))
 
 
-EXTRAS = {"slots": slots, "shares": shares, "Arbiter": arbiter}
-EXTRAS["SecureRounds"] = secure_rounds
+EXTRAS: Mapping[str, Any] = {
+    "slots": slots,
+    "shares": shares,
+    "Arbiter": arbiter,
+    "SecureRounds": secure_rounds,
+    "WatchedBoard": WatchedBoard,
+}
 
 
 def called(script: Path) -> str:

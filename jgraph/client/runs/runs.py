@@ -73,9 +73,9 @@ class RunInfo:
         return data(self)
 
 
-def run_infos(reply: Frame) -> list[RunInfo]:
-    """Returns what "Master.Runs" answered, the newest run last."""
-    rows = sorted(body_of(reply).runs, key=lambda row: -row.age_s)
+def run_infos(table: pb.RunTable) -> list[RunInfo]:
+    """Returns what a master told of the runs, the newest one last."""
+    rows = sorted(table.runs, key=lambda row: -row.age_s)
     return [info_of(row) for row in rows]
 
 
@@ -110,7 +110,7 @@ def info_of(row: pb.RunRow) -> RunInfo:
 
 def runs_of(cluster: Connection) -> list[RunInfo]:
     """Returns the runs of a cluster that outlive their clients; see ``RunInfo``."""
-    return run_infos(cluster.call("Master.Runs", frame(empty=pb.Empty())))
+    return run_infos(body_of(cluster.call("Master.Runs", frame(empty=pb.Empty()))))
 
 
 def reports_of(

@@ -248,9 +248,8 @@ def _versions(seen: Seen) -> Iterator[Finding]:
         versions = sorted(set(by_task.values()))
         if len(versions) > 1:
             counts = list(by_task.values())
-            rare = min(versions, key=counts.count)
+            rare, *_, usual = sorted(versions, key=counts.count)
             where = ", ".join(sorted(t for t, v in by_task.items() if v == rare))
-            usual = max(versions, key=counts.count)
             what = f"{where} has {package} {rare}, and others have {usual}"
             yield Finding(
                 f"versions:{package}",

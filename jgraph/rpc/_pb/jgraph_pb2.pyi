@@ -1440,6 +1440,8 @@ class TaskStatus(_message.Message):
     MEMORY_FREE_FIELD_NUMBER: _builtins.int
     DISK_FREE_FIELD_NUMBER: _builtins.int
     CERTIFICATE_ENDS_S_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    NEWEST_EVENT_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     incarnation: _builtins.int
     address: _builtins.str
@@ -1473,6 +1475,8 @@ class TaskStatus(_message.Message):
     disk_free: _builtins.float
     certificate_ends_s: _builtins.float
     """since 1970; 0: it has none"""
+    newest_event: _builtins.int
+    """its number, as in LogLines"""
     @_builtins.property
     def programs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -1499,6 +1503,12 @@ class TaskStatus(_message.Message):
     def gates(self) -> _containers.RepeatedCompositeFieldContainer[Global___GateStatus]: ...
     @_builtins.property
     def saves(self) -> Global___ShardSaves: ...
+    @_builtins.property
+    def runs(self) -> Global___RunTable:
+        """So that who looks at a cluster asks for all by one call.
+        those whose master it is, as "Runs" tells
+        """
+
     def __init__(
         self,
         *,
@@ -1532,19 +1542,25 @@ class TaskStatus(_message.Message):
         memory_free: _builtins.float | None = ...,
         disk_free: _builtins.float | None = ...,
         certificate_ends_s: _builtins.float = ...,
+        runs: Global___RunTable | None = ...,
+        newest_event: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_disk_free", b"_disk_free", "_memory_free", b"_memory_free", "disk_free", b"disk_free", "memory_free", b"memory_free", "saves", b"saves"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_disk_free", b"_disk_free", "_memory_free", b"_memory_free", "_newest_event", b"_newest_event", "disk_free", b"disk_free", "memory_free", b"memory_free", "newest_event", b"newest_event", "runs", b"runs", "saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk_free", b"_disk_free", "_memory_free", b"_memory_free", "address", b"address", "arrangement", b"arrangement", "busy_s", b"busy_s", "calls", b"calls", "certificate_ends_s", b"certificate_ends_s", "compilations", b"compilations", "data_port", b"data_port", "device_count", b"device_count", "disk_free", b"disk_free", "gates", b"gates", "hash_tables", b"hash_tables", "health_port", b"health_port", "incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "memory_free", b"memory_free", "pid", b"pid", "platform", b"platform", "programs", b"programs", "python", b"python", "repeats_dropped", b"repeats_dropped", "rss_bytes", b"rss_bytes", "saves", b"saves", "state", b"state", "steps", b"steps", "task", b"task", "traffic", b"traffic", "up_s", b"up_s", "variable_bytes", b"variable_bytes", "ways", b"ways"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk_free", b"_disk_free", "_memory_free", b"_memory_free", "_newest_event", b"_newest_event", "address", b"address", "arrangement", b"arrangement", "busy_s", b"busy_s", "calls", b"calls", "certificate_ends_s", b"certificate_ends_s", "compilations", b"compilations", "data_port", b"data_port", "device_count", b"device_count", "disk_free", b"disk_free", "gates", b"gates", "hash_tables", b"hash_tables", "health_port", b"health_port", "incarnation", b"incarnation", "jax", b"jax", "jgraph", b"jgraph", "memory_free", b"memory_free", "newest_event", b"newest_event", "pid", b"pid", "platform", b"platform", "programs", b"programs", "python", b"python", "repeats_dropped", b"repeats_dropped", "rss_bytes", b"rss_bytes", "runs", b"runs", "saves", b"saves", "state", b"state", "steps", b"steps", "task", b"task", "traffic", b"traffic", "up_s", b"up_s", "variable_bytes", b"variable_bytes", "ways", b"ways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__disk_free: _TypeAlias = _typing.Literal["disk_free"]  # noqa: Y015
     _WhichOneofArgType__disk_free: _TypeAlias = _typing.Literal["_disk_free", b"_disk_free"]  # noqa: Y015
     _WhichOneofReturnType__memory_free: _TypeAlias = _typing.Literal["memory_free"]  # noqa: Y015
     _WhichOneofArgType__memory_free: _TypeAlias = _typing.Literal["_memory_free", b"_memory_free"]  # noqa: Y015
+    _WhichOneofReturnType__newest_event: _TypeAlias = _typing.Literal["newest_event"]  # noqa: Y015
+    _WhichOneofArgType__newest_event: _TypeAlias = _typing.Literal["_newest_event", b"_newest_event"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__disk_free) -> _WhichOneofReturnType__disk_free | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_free) -> _WhichOneofReturnType__memory_free | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__newest_event) -> _WhichOneofReturnType__newest_event | None: ...
 
 Global___TaskStatus: _TypeAlias = TaskStatus  # noqa: Y015
 
@@ -4342,6 +4358,7 @@ class ClusterStatus(_message.Message):
     MISSING_FIELD_NUMBER: _builtins.int
     ARRANGEMENT_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     cluster_json: _builtins.str
     """{"ps": {"0": "host:port"}, …}"""
     master: _builtins.str
@@ -4358,6 +4375,10 @@ class ClusterStatus(_message.Message):
     def leaving(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """tasks that were told to leave for good, and have not"""
 
+    @_builtins.property
+    def runs(self) -> Global___RunTable:
+        """as "Master.Runs" tells; unset: a task is of an older version"""
+
     def __init__(
         self,
         *,
@@ -4367,10 +4388,11 @@ class ClusterStatus(_message.Message):
         missing: _abc.Iterable[_builtins.str] | None = ...,
         arrangement: _builtins.int = ...,
         leaving: _abc.Iterable[_builtins.str] | None = ...,
+        runs: Global___RunTable | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrangement", b"arrangement", "cluster_json", b"cluster_json", "leaving", b"leaving", "master", b"master", "missing", b"missing", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrangement", b"arrangement", "cluster_json", b"cluster_json", "leaving", b"leaving", "master", b"master", "missing", b"missing", "runs", b"runs", "tasks", b"tasks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, final
@@ -372,26 +372,26 @@ class Runs:
         if order.HasField("saves") and not order.client.directory:
             supervisor.saving.begin()
 
-    async def _own(self, request: Frame) -> AsyncIterator[Frame]:
+    def own(self) -> pb.RunTable:
+        """Returns the runs whose master this task is, or was and was not told so."""
         known = self._supervisors.values()
         rows = [one.row() for one in known if not one.is_replaced]
-        yield frame(run_table=pb.RunTable(runs=rows))
+        return pb.RunTable(runs=rows)
+
+    async def _own(self, request: Frame) -> AsyncIterator[Frame]:
+        yield frame(run_table=self.own())
 
     async def _all(self, request: Frame) -> AsyncIterator[Frame]:
         calls = (self._peers.call(t, "Runs", request) for t in self._peers.tasks())
         replies = await asyncio.gather(*calls, return_exceptions=True)
-        table = pb.RunTable()
+        tables = []
         for reply in replies:
             if isinstance(reply, JGError):
                 continue  # who does not answer is the master of nothing
             if isinstance(reply, BaseException):
                 raise reply
-            table.runs.extend(body_of(reply).runs)
-        # One that does not know yet that it was replaced has it, too, and so has a
-        # standby that has read its end.
-        order = lambda row: (row.term, not row.of_standby)
-        newest = {row.run: row for row in sorted(table.runs, key=order)}
-        yield frame(run_table=pb.RunTable(runs=newest.values()))
+            tables.append(body_of(reply))
+        yield frame(run_table=merged(tables))
 
     async def _attach(self, request: Frame) -> AsyncIterator[Frame]:
         query = body_of(request)
@@ -426,3 +426,14 @@ class Runs:
                 "runs` shows which runs there are"
             )
         return self._supervisors[run]
+
+
+def merged(tables: Iterable[pb.RunTable]) -> pb.RunTable:
+    """Returns the runs that several tasks tell of, each as its newest master does.
+
+    One that does not know yet that it was replaced has it, too, and so has a standby
+    that has read its end.
+    """
+    rows = [row for table in tables for row in table.runs]
+    rows.sort(key=lambda row: (row.term, not row.of_standby))
+    return pb.RunTable(runs={row.run: row for row in rows}.values())
