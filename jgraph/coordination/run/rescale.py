@@ -4,7 +4,7 @@
     preparing --Prepared--> fencing: Fence, so that all loops end in order
     fencing --Rested--> moving: Move, copies beside what is there
     moving --Moved--> switching: Switch, which is journalled: the point of no return
-    switching --Known--> steady: Retire what was left behind, GoOn
+    switching --Switched--> steady: Retire what was left behind, GoOn
 
 Whatever goes wrong before the switch leaves the run as it was: what was copied is
 dropped, and loops of the arrangement of before begin again. An arrangement is the
@@ -70,8 +70,8 @@ class NotMoved:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Known:
-    """The standbys of the master have read of the switch."""
+class Switched:
+    """Each ps was told of the switch, and it is journalled."""
 
 
 @final
@@ -93,7 +93,7 @@ Event: TypeAlias = (
     | Rested
     | Moved
     | NotMoved
-    | Known
+    | Switched
     | StateLost
     | TimePassed
 )
@@ -226,7 +226,7 @@ class Rescale:
       [Move(ps=2)]
       >>> rescale.handle(Moved(), 1.2)
       [Switch(ps=2)]
-      >>> rescale.handle(Known(), 1.2), rescale.ps
+      >>> rescale.handle(Switched(), 1.2), rescale.ps
       ([Retire(), GoOn()], 2)
     """
 
@@ -268,7 +268,7 @@ class Rescale:
                 return [*self._give_up(now, reason(error)), Tell(error), GoOn()]
             case Moved() if self._state == "moving":
                 return self._moved()
-            case Known() if self._state == "switching":
+            case Switched() if self._state == "switching":
                 self._state, self._wait_s = "steady", AGAIN_S
                 return [Retire(), GoOn(), *self._begin(now)]
             case StateLost() if self._state in {"preparing", "fencing"}:

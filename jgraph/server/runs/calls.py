@@ -143,7 +143,7 @@ class Runs:
         order = body_of(request)
         if order.run not in self._supervisors:
             supervisor = RunSupervisor(order, self._peers, self._clock)
-            supervisor.rescaler.confirm = partial(self._invite, supervisor)
+            supervisor.confirm = partial(self._invite, supervisor)
             self._save(order, supervisor)
             order.version = await version_if_known(self._peers, order)
             self._supervisors[order.run] = supervisor
@@ -315,7 +315,7 @@ class Runs:
 
     async def _succeed(self, order: pb.OpenRun, supervisor: RunSupervisor) -> None:
         self._supervisors[order.run] = supervisor
-        supervisor.rescaler.confirm = partial(self._invite, supervisor)
+        supervisor.confirm = partial(self._invite, supervisor)
         # Before any loop begins: who comes after this one is to know them all.
         await self._appoint(order, supervisor)
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, final
 
@@ -157,6 +157,8 @@ class RunSupervisor:
         self._ordered: list[pb.RunLoop] = []
         self.stopping = self._leaves = self._goes_back = False
         self._working: set[asyncio.Task[None]] = set()
+        self.confirm: Callable[[], Coroutine[Any, Any, None]] = _nobody
+        """Returns when the standbys have read the journal of so far."""
 
     # ------------------------------------------------------------ from outside
 
@@ -642,7 +644,7 @@ class RunSupervisor:
             named = error.details.get("tasks") or [error.details.get("task") or "a ps"]
             self._order.goes_back[:] = map(str, named)
             self._note_order()
-            await self.rescaler.confirm()
+            await self.confirm()
         try:
             back = await self._rollback.go_back(error, *world, saved)
         except JGError as hopeless:
@@ -784,3 +786,7 @@ def _ended(order: pb.RunLoop, state: str) -> Event:
     if order.HasField("sync"):
         return RoundEnded(state)
     return LoopEnded(order.replica, state)
+
+
+async def _nobody() -> None:
+    """There is no standby."""

@@ -9,7 +9,6 @@ from jgraph.coordination.run.rescale import (
     MOST_ROUNDS,
     Drop,
     GoOn,
-    Known,
     Move,
     Moved,
     NotMoved,
@@ -20,6 +19,7 @@ from jgraph.coordination.run.rescale import (
     Rested,
     StateLost,
     Switch,
+    Switched,
     TimePassed,
     Wanted,
     goes_on,
@@ -37,7 +37,7 @@ EVENTS = st.one_of(
             Rested(),
             Moved(),
             NotMoved(LOST),
-            Known(),
+            Switched(),
             StateLost(),
             TimePassed(),
         ]
@@ -83,7 +83,7 @@ def test_loops_that_were_to_end_begin_again(events: list[object]) -> None:
             resting = False
     if not resting:
         return
-    for ending in (Moved(), Known()):
+    for ending in (Moved(), Switched()):
         if any(isinstance(one, GoOn) for one in rescale.handle(ending, 1e6)):
             return
     raise AssertionError("no loop begins again")
@@ -100,7 +100,14 @@ def test_what_is_wanted_comes_about_once_nothing_stands_in_its_way(
         now += 1.0
     for _ in range(8):
         now += 2 * MOST_AGAIN_S
-        for event in (Known(), TimePassed(), Prepared(), Rested(), Moved(), Known()):
+        for event in (
+            Switched(),
+            TimePassed(),
+            Prepared(),
+            Rested(),
+            Moved(),
+            Switched(),
+        ):
             rescale.handle(event, now)
     wanted = [2, *(event.ps for event in events if isinstance(event, Wanted))]
     assert rescale.ps == wanted[-1]

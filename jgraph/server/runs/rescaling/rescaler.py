@@ -14,7 +14,6 @@ from jgraph.coordination.run.rescale import (
     Fence,
     GoOn,
     Instruction,
-    Known,
     Move,
     Moved,
     NotMoved,
@@ -26,6 +25,7 @@ from jgraph.coordination.run.rescale import (
     Retire,
     StateLost,
     Switch,
+    Switched,
     Tell,
     TimePassed,
     Wanted,
@@ -93,8 +93,6 @@ class RunRescaler:
         self._clock = clock
         self._fence, self._go_on, self._switched = fence, go_on, switched
         self._do = do
-        self.confirm: Callable[[], Coroutine[Any, Any, None]] = _nobody
-        """Returns when the standbys have read the journal of so far."""
         self._machine: Rescale | None = None
         self._attempt: Migration | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -337,9 +335,8 @@ class RunRescaler:
         failpoint("rescale.told")
         self._record.rescale(switch)
         failpoint("rescale.switched")
-        await self.confirm()
         self._note(switch)
-        self._handle(Known())
+        self._handle(Switched())
 
     async def _losses_learn(self, ps: int) -> None:
         ready = await ready_tasks(self._peers)
@@ -360,10 +357,6 @@ class RunRescaler:
         self._switched(leavers)
         self._left_out = attempt.left_out
         self.ps, self.why = attempt.ps, ""
-
-
-async def _nobody() -> None:
-    """There is no standby."""
 
 
 def _refused(order: pb.OpenRun, attempt: Migration, error: JGError) -> RescaleError:
