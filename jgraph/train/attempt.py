@@ -35,6 +35,7 @@ from jgraph.train.evaluation.evaluator_task import as_evaluated, make_evaluation
 from jgraph.train.model.trees import Tree
 from jgraph.train.parts import Built, TrainerBuild, TrainerConfig
 from jgraph.train.privacy.accounting import Spending
+from jgraph.train.state.early_losses import EarlyWait
 from jgraph.train.state.remote_arrays import RunSnapshot
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position, Runner, position_in
@@ -184,16 +185,23 @@ class Attempts:
 
     def _open(self) -> _Datasets:
         config, request = self._config, self._request
-        dataset = open_data(
-            request.data,
-            config.cluster,
-            config.strategy,
+        open_training = partial(
+            open_data,
+            *(request.data, config.cluster, config.strategy),
             batch_size=request.batch_size,
             seed=config.seed,
             finite=config.check_finite,
             known=self._parts.trained_on,
         )
-        evaluated = as_evaluated(request.eval_data, config.cluster, dataset)
+        if config.cluster is None:
+            dataset = open_training()
+            return dataset, as_evaluated(request.eval_data, None, dataset)
+        # Apart: an iterator is looked at once.
+        wait = EarlyWait(config.cluster, request.wait_s, request.stop)
+        dataset = wait.outlive(open_training)
+        evaluated = wait.outlive(
+            partial(as_evaluated, request.eval_data, config.cluster, dataset)
+        )
         return dealt(config.strategy, config.cluster, dataset), evaluated
 
     def make(self) -> Attempt:

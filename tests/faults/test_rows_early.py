@@ -1,16 +1,21 @@
-"""A ps is lost while a run is prepared: before the first step nobody looks after it."""
+"""A task is lost while a run is prepared: before that nobody looks after it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pytest
 
 from jgraph.client.session import Session
 from jgraph.errors import TaskLostError
 from jgraph.launch.local.cluster import LocalCluster
 from jgraph.train.checkpoint.checkpoints import Checkpoints
+from jgraph.train.data.source import Source
 from jgraph.train.run.run import Run
 from jgraph.train.strategies.async_runner import AsyncPS
+from jgraph.train.strategies.elastic import Elastic
+from jgraph.train.strategies.federated import Federated
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
@@ -20,6 +25,7 @@ from tests.support.fault import Fault
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(120)]
 
 PS: Final = "/job:ps/task:1"
+WORKER: Final = "/job:worker/task:0"
 STEPS: Final = 40
 SAID: Final = "The run has not begun; it waits up to 300 s until all tasks answer"
 
@@ -65,8 +71,8 @@ def share_of(strategy: Strategy) -> int:
     return 2 if isinstance(strategy, SyncPS) else 1
 
 
-def dies_and_is_back(cluster: LocalCluster) -> None:
-    cluster.kill(PS)
+def dies_and_is_back(cluster: LocalCluster, task: str = PS) -> None:
+    cluster.kill(task)
     cluster.wait_for_tasks(30)
 
 
@@ -146,3 +152,85 @@ def test_values_that_nothing_has_are_not_begun_anew(
     assert trained(cluster) == 1  # of the run before
     fault.names += [SAID, "SIGKILL"]
     there.close()
+
+
+def source_in(directory: Path) -> Source:
+    directory.mkdir(parents=True, exist_ok=True)
+    np.savez(directory / "examples.npz", id=IDS)
+    return Source.npz(str(directory / "examples.npz"))
+
+
+@pytest.mark.row(63)
+@pytest.mark.parametrize(
+    ("strategy", "method"),
+    [
+        (AsyncPS(), ""),
+        (SyncPS(), "initialize"),
+        pytest.param(AsyncPS(elastic=Elastic()), "", marks=pytest.mark.chaos),
+        pytest.param(Federated(), "", marks=pytest.mark.chaos),
+        pytest.param(Federated(), "initialize", marks=pytest.mark.chaos),
+        pytest.param(AsyncPS(), "initialize", marks=pytest.mark.chaos),
+        pytest.param(SyncPS(), "register_all", marks=pytest.mark.chaos),
+    ],
+    ids=lambda one: one or "open" if isinstance(one, str) else type(one).__name__,
+)
+def test_a_worker_that_is_killed_while_a_run_is_prepared_has_its_data_again(
+    fault: Fault, monkeypatch: pytest.MonkeyPatch, strategy: Strategy, method: str
+) -> None:
+    """Whether it dies before it opens the source, or after."""
+    cluster = fault.cluster(
+        ps=2, workers=2, restarts=3, allow_sources=[str(fault.path)], elastic=True
+    )
+    there, source = trainer(cluster, strategy), source_in(fault.path)
+    if method:
+        dies = lambda: dies_and_is_back(cluster, WORKER)
+        act_once(monkeypatch, method, dies, before=method == "initialize")
+    else:
+        cluster.kill(WORKER)
+    run = there.fit(source, steps=STEPS, batch_size=BATCH, progress=False)
+    assert (run.state, run.steps, run.recoveries()) == ("done", STEPS, [])
+    if not isinstance(strategy, Federated):
+        check_recovered(there, run, share=share_of(strategy))
+    fault.names += ["SIGKILL"]
+    there.close()
+
+
+@pytest.mark.row(63)
+@pytest.mark.parametrize(
+    ("strategy", "method"),
+    [
+        (AsyncPS(), "put_data"),
+        pytest.param(SyncPS(), "put_data", marks=pytest.mark.chaos),
+        pytest.param(SyncPS(), "initialize", marks=pytest.mark.chaos),
+        pytest.param(AsyncPS(), "register_all", marks=pytest.mark.chaos),
+    ],
+    ids=lambda one: one if isinstance(one, str) else type(one).__name__,
+)
+@pytest.mark.parametrize("fed", [False, True], ids=["arrays", "fed"])
+def test_a_worker_that_is_killed_once_it_has_arrays_is_given_them_again(
+    fault: Fault,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: Strategy,
+    method: str,
+    fed: bool,
+) -> None:
+    """Also where this process reads the data and feeds the workers."""
+    cluster = fault.cluster(ps=2, workers=2, restarts=3)
+    there = trainer(cluster, strategy)
+    dies = lambda: dies_and_is_back(cluster, WORKER)
+    acted = act_once(monkeypatch, "initialize" if fed else method, dies, before=fed)
+    data = batches if fed else IDS
+    options = {} if fed else {"batch_size": BATCH}
+    run = there.fit(data, steps=STEPS, progress=False, **options)
+    assert acted
+    assert (run.state, run.steps, run.recoveries()) == ("done", STEPS, [])
+    if not fed:
+        check_recovered(there, run, share=share_of(strategy))
+    fault.names += ["SIGKILL"]
+    there.close()
+
+
+def batches() -> Iterator[Any]:
+    """Yields batches without end."""
+    while True:
+        yield from np.split(IDS, len(IDS) // BATCH)

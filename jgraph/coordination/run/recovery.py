@@ -5,6 +5,7 @@ from typing import Final, TypeAlias, final
 
 from jgraph.errors import (
     ClusterUnreachableError,
+    DataError,
     InvalidProgramError,
     JGError,
     TaskLostError,
@@ -13,6 +14,8 @@ from jgraph.graph.device import TaskName
 
 ATTEMPTS: Final = 3
 """So many losses in a row without a newer checkpoint, and a run ends."""
+LOST_DATA: Final = "lost_data"
+"""In the details of an error: the data set that a task does not have any more."""
 
 
 @final
@@ -144,7 +147,17 @@ def is_loss(error: JGError) -> bool:
     """
     has_forgotten = isinstance(error, InvalidProgramError) and "handle" in error.details
     lost = isinstance(error, ClusterUnreachableError | TaskLostError)
-    return lost or has_forgotten
+    return lost or has_forgotten or has_lost_data(error)
+
+
+def has_lost_data(error: JGError) -> bool:
+    """Whether a worker lost the data of a run: it was started again since it had that.
+
+    Example:
+      >>> has_lost_data(DataError("no data set 'a'", **{LOST_DATA: "a"}))
+      True
+    """
+    return isinstance(error, DataError) and LOST_DATA in error.details
 
 
 def hopeless(error: JGError, why: str, directory: str, newest: int | None) -> JGError:

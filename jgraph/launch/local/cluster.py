@@ -18,7 +18,7 @@ from jgraph.cluster.options import check_sources
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
 from jgraph.cluster.wait_message import show_wait
 from jgraph.coordination.liveness.freezes import FROZEN_S
-from jgraph.errors import RescaleError, UnknownDeviceError, hints
+from jgraph.errors import ConfigError, RescaleError, UnknownDeviceError, hints
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
 from jgraph.launch.local.freezes import check_frozen_s
@@ -58,8 +58,8 @@ class LocalCluster(Cluster):
       env: environment variables for the processes, for example
         ``{"JAX_PLATFORMS": "cpu"}``; a ps and an evaluator get that one by default,
         since they must not take an accelerator from a worker.
-      log_dir: existing directory for the tasks' logs; a temporary one if unset,
-        which goes with the cluster.
+      log_dir: directory for the tasks' logs, made if it is not there; a temporary one
+        if unset, which goes with the cluster.
       transport: ``"auto"`` uses shared memory and Unix sockets; ``"network"`` as
         between machines; ``"stream"`` as where one port of each alone is in reach.
       tls: whether all connections are encrypted, with certificates made for this
@@ -75,7 +75,8 @@ class LocalCluster(Cluster):
         ``repr(cluster.board)``. See ``Cluster.dashboard``.
 
     Raises:
-      ConfigError: no task, no such transport, or no such number or time.
+      ConfigError: no task, no such transport, number or time, or no directory for
+        logs can be made there.
       StartError: a task's process ended while starting; shows the end of its log.
       TaskMissingError: a task did not answer in time.
 
@@ -119,7 +120,7 @@ class LocalCluster(Cluster):
         deadline = clock.now() + timeout_s
         self._is_elastic = elastic
         self._temporary = log_dir is None
-        self._directory = Path(log_dir or tempfile.mkdtemp(prefix="jgraph-"))
+        self._directory = _log_directory(log_dir)
         # Of this cluster alone; only the name of the directory leaves this process.
         self._secrets = tempfile.mkdtemp(prefix="jgraph-secrets-")
         self._certificates = self._secrets if tls else ""
@@ -280,3 +281,18 @@ class LocalCluster(Cluster):
         shutil.rmtree(self._secrets, ignore_errors=True)
         if self._temporary:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _log_directory(path: str | os.PathLike[str] | None) -> Path:
+    """Returns where tasks write their logs; makes it."""
+    if path is None:
+        return Path(tempfile.mkdtemp(prefix="jgraph-"))
+    directory = Path(path)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"log_dir={str(path)!r} cannot be a directory for logs: {error.strerror}; "
+            "give another one, or none for a temporary one"
+        ) from error
+    return directory

@@ -13,6 +13,7 @@ from jgraph.cluster.methods import Answer, reading
 from jgraph.coordination.data.dispatch import Dispatch
 from jgraph.coordination.data.shares import PieceTimes
 from jgraph.coordination.data.slots import SlotPlan
+from jgraph.coordination.run.recovery import LOST_DATA
 from jgraph.coordination.run.succession import MasterTerms
 from jgraph.errors import (
     ClusterBusyError,
@@ -209,7 +210,8 @@ class TaskLoops:
         if order.data not in self._data:
             raise DataError(
                 f"{self._task} has no data set '{order.data}' (it may have been "
-                "restarted); call fit again to upload the data"
+                "restarted); call fit again to upload the data",
+                **{"task": self._task, LOST_DATA: order.data},
             )
         times, part = PieceTimes(), self._part(order)
         feed = self._feed(order, self._data[order.data], times, part)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import final
 
 from jgraph.coordination.run.loop_outcome import is_link_loss
+from jgraph.coordination.run.recovery import has_lost_data
 from jgraph.coordination.run.supervisor import Event, LoopFailed, LoopLost, StateLost
 from jgraph.errors import (
     ClusterUnreachableError,
@@ -83,6 +84,8 @@ class RunLosses:
         is_loss = isinstance(error, TaskLostError | ClusterUnreachableError)
         if is_loss and named == task and not (decides or self._holds(task)):
             return LoopLost(order.replica, error)  # whoever else answers
+        if has_lost_data(error) and not decides:
+            return LoopLost(order.replica, error)
         ready = await ready_tasks(self._peers)
         if is_loss:
             # A ps that is where it was, or only the worker does not reach it.

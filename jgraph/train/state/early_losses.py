@@ -1,16 +1,19 @@
 """Losses of tasks while a run is prepared: waits for them, and begins with what it had.
 
 From its first step on the master of a run looks after it. Before that nobody does, and
-making ready takes seconds: initial values, and programs that are compiled.
+making ready takes seconds: sources that are opened, initial values, and programs that
+are compiled.
 """
 
 import logging
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar, final
 
+from jgraph.client.cluster import Cluster
 from jgraph.cluster.polling import Polling
 from jgraph.coordination.run.recovery import hopeless, is_loss
 from jgraph.errors import (
@@ -32,6 +35,67 @@ _PERHAPS: Final = (InternalError, InvalidProgramError, UninitializedError)
 
 @final
 @dataclass(frozen=True, slots=True)
+class EarlyWait:
+    """Does again what failed because a task was lost, once all tasks answer.
+
+    Args:
+      cluster: of the tasks.
+      wait_s: how long, if tasks are lost again and again.
+      stop: set from another thread: waits no longer.
+    """
+
+    cluster: Cluster
+    wait_s: float
+    stop: threading.Event
+
+    def outlive(
+        self,
+        work: Callable[[], _T],
+        *,
+        loses: Callable[[JGError], bool] = is_loss,
+        renew: Callable[[JGError], None] = lambda error: None,
+    ) -> _T:
+        """Returns what ``work`` does.
+
+        Args:
+          work: asks tasks for something; may be done several times.
+          loses: whether an error is that of a lost task.
+          renew: called with it before the work is done again.
+
+        Raises:
+          JGError: something else, or nobody starts a lost task again, or it is lost
+            again and again for ``wait_s``.
+        """
+        polling: Polling | None = None
+        while True:
+            try:
+                return work()
+            except JGError as error:
+                if not loses(error):
+                    raise
+                lost = error
+                polling = polling or Polling(_AGAIN_S, self.wait_s)
+                if not polling.wait():
+                    raise
+                self._wait(error)
+            renew(lost)
+
+    def _wait(self, error: JGError) -> None:
+        """Waits until all tasks answer.
+
+        Raises:
+          JGError: one does not, and nobody starts it again, or not in time.
+        """
+        if not self.cluster.starts_again:
+            raise error
+        what = "%s. The run has not begun; it waits up to %g s until all tasks answer"
+        _LOG.warning(what, error.message.rstrip("."), self.wait_s)
+        if not self.cluster.wait_for_tasks(self.wait_s, stop=self.stop):
+            raise error
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class EarlyLosses:
     """Lets what is done before a run begins outlive the loss of tasks.
 
@@ -49,23 +113,11 @@ class EarlyLosses:
         """Returns what ``work`` does, which is done again after each loss.
 
         Raises:
-          JGError: something else, or nobody starts a lost task again, or nothing is
-            kept of what it held, or it is lost again and again for ``wait_s``.
+          JGError: see ``EarlyWait.outlive``, or nothing is kept of what a task held.
         """
-        polling: Polling | None = None
-        while True:
-            try:
-                return work()
-            except JGError as error:
-                if not self._is_loss(error):
-                    raise
-                lost = error
-                polling = polling or Polling(_AGAIN_S, self.order.wait_s)
-                if not polling.wait():
-                    raise
-                self._wait(error)
-            self.forget()
-            self._give_back(lost)
+        order = self.order
+        wait = EarlyWait(self.state.cluster, order.wait_s, order.stop)
+        return wait.outlive(work, loses=self._is_loss, renew=self._renew)
 
     def _is_loss(self, error: JGError) -> bool:
         if is_loss(error):
@@ -75,19 +127,9 @@ class EarlyLosses:
                 return bool(self.state.lost_values())
         return False
 
-    def _wait(self, error: JGError) -> None:
-        """Waits until all tasks answer.
-
-        Raises:
-          JGError: one does not, and nobody starts it again, or not in time.
-        """
-        cluster, wait_s = self.state.cluster, self.order.wait_s
-        if not cluster.starts_again:
-            raise error
-        what = "%s. The run has not begun; it waits up to %g s until all tasks answer"
-        _LOG.warning(what, error.message.rstrip("."), wait_s)
-        if not cluster.wait_for_tasks(wait_s, stop=self.order.stop):
-            raise error
+    def _renew(self, error: JGError) -> None:
+        self.forget()
+        self._give_back(error)
 
     def _give_back(self, error: JGError) -> None:
         """Gives lost variables the values that they had.

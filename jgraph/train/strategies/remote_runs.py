@@ -19,7 +19,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.data.data import Dataset
 from jgraph.train.run.members import MemberBook
 from jgraph.train.run.rounds import RoundBook
-from jgraph.train.state.early_losses import EarlyLosses
+from jgraph.train.state.early_losses import EarlyLosses, EarlyWait
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position
 from jgraph.train.step.train_step import TrainStep
@@ -99,19 +99,29 @@ class RemoteRuns:
           order: what to train.
           book: where the run begins, if its workers train in step.
         """
-        self.renew_workers()
+        wait = EarlyWait(self._state.cluster, order.wait_s, order.stop)
+        wait.outlive(self.renew_workers)
         prepared = self.prepare(order.dataset, order.batch_size)
         if self._elastic is not None:
             self._elastic.check_count(len(self.workers.tasks))
         self._check_ps(order)
         self._of_runs = frozenset(prepared.handles)
-        self._outlive(prepared, order, partial(self._make_ready, prepared, order))
-        with self._state.lock:
-            self.workers.upload(prepared.graph, order, book)
+        self.workers.end_feeding()  # of a run that never began
+        self._outlive(prepared, order, partial(self._make_ready, prepared, order, book))
         return prepared
 
-    def _make_ready(self, prepared: Prepared, order: Order) -> None:
-        """Gives variables their values, and tasks the programs of a run.
+    def _make_ready(
+        self,
+        prepared: Prepared,
+        order: Order,
+        book: Callable[[], BatchBook] | None = None,
+    ) -> None:
+        """Gives variables their values, and tasks the programs and data of a run.
+
+        Args:
+          prepared: its step.
+          order: what to train.
+          book: see ``begin``; what feeds the workers has it from the first time.
 
         Raises:
           TaskLostError: one of them is gone, or another process by now.
@@ -120,6 +130,8 @@ class RemoteRuns:
         is_new = not prepared.handles or self._has_replaced
         # Tasks compile while this client makes and sends the initial values.
         with state.lock, ThreadPoolExecutor(1) as thread:
+            # First: a worker that was started again since is known by lacking it.
+            self.workers.upload(prepared.graph, order, book)
             registration = thread.submit(self._register, prepared) if is_new else None
             state.initialize()
             if order.save_every and order.lease_s is not None:  # this client saves
@@ -154,8 +166,9 @@ class RemoteRuns:
             raise
 
     def _forget(self, prepared: Prepared) -> None:
-        """Makes all programs and copies anew next time: a task may have lost them."""
+        """Makes all anew next time that tasks have: one of them may have lost it."""
         self._has_replaced = True
+        self.workers.renews_data = True
         self._take_back(prepared)
         if self._state.copies is not None:
             self._state.copies.end()

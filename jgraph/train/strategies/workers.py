@@ -42,6 +42,8 @@ class Workers:
         """Gives the workers data that only this process can read."""
         # Which data the workers hold: the same data of a later fit is not sent again.
         self._digests: dict[TaskName, str] = {}
+        self.renews_data = False
+        """Whether one of them may have lost its data since it was given that."""
 
     def renew_tasks(self) -> bool:
         """Takes note of who has joined the cluster since, or left; returns whether."""
@@ -64,8 +66,14 @@ class Workers:
           order: what to train.
           book: where the run begins, if its workers train in step.
         """
-        dataset = order.dataset
-        if dataset.source:  # the workers have opened it
+        dataset, workers = order.dataset, list(dict.fromkeys(self.tasks))
+        if self.renews_data:
+            self._digests.clear()
+            if dataset.source or self.feeding is not None:
+                for task in workers:
+                    self.renew(task, graph, dataset)
+            self.renews_data = False
+        if dataset.source or self.feeding is not None:  # the workers have opened it
             return
         if dataset.fed is not None:
             fields = _fields(graph, dataset)
@@ -75,13 +83,13 @@ class Workers:
                 shares = Shares(reader.take, begins.given_back, begins.end)
             self.feeding = Feeding(self._cluster, self._data, reader, fields, shares)
             self._digests.clear()
-            for task in dict.fromkeys(self.tasks):
+            for task in workers:
                 self.feeding.begin(task)
             return
         digest = dataset.digest()
         # A ps: it is there as long as the run.
         holder = self._cluster.tasks("ps")[:1] if order.lease_s is None else []
-        for task in dict.fromkeys([*self.tasks, *holder]):
+        for task in [*workers, *holder]:
             if self._digests.pop(task, "") != digest:
                 self._put(task, graph, dataset)
             self._digests[task] = digest

@@ -309,3 +309,10 @@ def test_a_worker_that_joined_and_died_joins_again() -> None:
         wait_until(lambda: cluster.pid(worker) != before)
         wait_until(lambda: len(cluster.renewed_tasks("worker")) == 2, 60)
         assert cluster.wait_for_tasks(60)
+
+
+def test_a_directory_for_logs_that_cannot_be_made_is_told_of(tmp_path: Path) -> None:
+    """One that is not there is made; no process is started for one that cannot be."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"log_dir='.*file/logs' cannot be a direct"):
+        LocalCluster(log_dir=tmp_path / "file" / "logs")
