@@ -180,7 +180,10 @@ class ModelServer:
         }
         server = grpc.aio.server(options=list(options.items()))
         service = InferenceService(
-            self._models, self.token, allow_control=self._allow_control
+            self._models,
+            self.token,
+            aside=self._bodies,
+            allow_control=self._allow_control,
         )
         server.add_generic_rpc_handlers((service.handler(),))
         address = _address(self._bind, port)

@@ -2,10 +2,12 @@
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final, TypeAlias, final
+from itertools import islice
+from typing import Any, Final, TypeAlias, TypeVar, final
 
 import grpc
 import numpy as np
@@ -34,11 +36,15 @@ from jgraph.serving.signature import Array, Signature, TensorSpec
 SERVICE: Final = "inference.GRPCInferenceService"
 MAX_STREAMED: Final = 256
 """Requests of one stream under way."""
+MANY: Final = 4096
+"""Numbers in typed contents that are read or written in one call; more are in a thread,
+so many at a time: 4,096 take a millisecond."""
 FORM_BYTES: Final = 64 << 10
 """Of a request whose form is remembered; to read a larger one is a small part of it."""
 FORMS: Final = 64
 """Numbers of bytes of which forms are remembered."""
 FORMS_OF_A_SIZE: Final = 4
+T = TypeVar("T")
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _CONTENTS: Final = {
     "BOOL": "bool_contents",
@@ -49,6 +55,11 @@ _CONTENTS: Final = {
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
 }
+_NARROW: Final = {"int_contents": np.int64, "uint_contents": np.int64}
+"""Fields of inputs of fewer bits, which are compared with what was sent."""
+_OUTPUTS: Final = pb.ModelInferResponse.OUTPUTS_FIELD_NUMBER
+_CONTENTS_OF: Final = pb.ModelInferResponse.InferOutputTensor.CONTENTS_FIELD_NUMBER
+_STREAMED: Final = pb.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER
 
 
 @final
@@ -58,12 +69,16 @@ class InferenceService:
     Args:
       models: what answers.
       token: what callers show.
+      aside: where many numbers in typed contents are read and written; one thread.
       allow_control: whether they may load and unload models.
     """
 
-    def __init__(self, models: Models, token: Token, *, allow_control: bool) -> None:
+    def __init__(
+        self, models: Models, token: Token, *, aside: Executor, allow_control: bool
+    ) -> None:
         self._models = models
         self._token = token
+        self._aside = aside
         self._allow_control = allow_control
         self._forms = _Forms()
 
@@ -96,7 +111,6 @@ class InferenceService:
         methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
             self._stream,
             request_deserializer=pb.ModelInferRequest.FromString,
-            response_serializer=serialize,
         )
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
@@ -174,35 +188,47 @@ class InferenceService:
         with model.routed(request.model_version, request.id) as version:
             options = parameters_of(request.parameters) if request.parameters else {}
             name = str(options.get("signature_name", ""))
-            values = inputs_of(request, signature_of(version, name))
+            signature, count = signature_of(version, name), _typed_in(request)
+            values = await self._where_due(count, inputs_of, request, signature)
             outputs = [one.name for one in request.outputs]
             timeout_s = asked_timeout(options.get("timeout"), left_s)
             asked = models.asked(version, name, values, outputs, timeout_s)
             answer = models.at_once(asked) or await models.answer(asked)
-        return _response(request, answer)
+        is_typed = not request.raw_input_contents
+        count = sum(value.size for _, value in answer.outputs) if is_typed else 0
+        return await self._where_due(count, _response, request, answer)
+
+    async def _where_due(self, count: int, function: Callable[..., T], *args: Any) -> T:
+        """Returns what a function gives that reads or writes so many typed numbers.
+
+        Each is an object of Python for a moment. While many are read, in a thread,
+        small requests are answered; raw tensors are looked at, however large they are.
+        """
+        if count <= MANY:
+            return function(*args)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._aside, function, *args)
 
     async def _stream(
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
-    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
+    ) -> AsyncIterator[bytes]:
         """Answers in the order that answers come; who asks tells them by ``id``."""
         try:
             self._check_token(context)
         except Exception as error:  # noqa: BLE001  # all have an answer
             refusal = Refusal(error)
             await context.abort(refusal.grpc_code, refusal.text)
-        answers: asyncio.Queue[pb.ModelStreamInferResponse | None] = asyncio.Queue()
+        answers: asyncio.Queue[bytes | None] = asyncio.Queue()
         room = asyncio.Semaphore(MAX_STREAMED)
 
         async def answer(request: pb.ModelInferRequest) -> None:
             try:
                 found = await self._answered(request, context.time_remaining())
-                response = pb.ModelStreamInferResponse()
-                response.infer_response.MergeFromString(found)
+                response = _within(_STREAMED, found)
             except Exception as error:  # noqa: BLE001  # all have an answer
-                response = pb.ModelStreamInferResponse(
-                    error_message=Refusal(error).text
-                )
-                response.infer_response.id = request.id
+                refused = pb.ModelStreamInferResponse(error_message=Refusal(error).text)
+                refused.infer_response.id = request.id
+                response = refused.SerializeToString()
             answers.put_nowait(response)
             room.release()
 
@@ -515,11 +541,29 @@ def _from_contents(spec: TensorSpec, one: Any) -> Array:
         )
     found = getattr(one.contents, field)
     checked_size(spec, one.shape, len(found))
-    wide = np.array(found, np.int64 if field == "int_contents" else None)
-    value = wide.astype(spec.np_dtype)
+    wide = _numbers(found, np.dtype(_NARROW.get(field, spec.np_dtype)))
+    value = wide.astype(spec.np_dtype, copy=False)
     if spec.np_dtype.kind in "iu" and (value != wide).any():
         raise ModelInputError(f"input '{spec.name}' has values beyond {spec.dtype}")
     return value.reshape(one.shape)
+
+
+def _numbers(found: Any, dtype: np.dtype[Any]) -> Array:
+    """Returns numbers of a message; between parts other threads have a turn."""
+    numbers: Array = np.empty(len(found), dtype)
+    each = iter(found)
+    for first in range(0, len(numbers), MANY):
+        part = numbers[first : first + MANY]
+        part[:] = np.fromiter(islice(each, len(part)), dtype, len(part))
+    return numbers
+
+
+def _typed_in(request: pb.ModelInferRequest) -> int:
+    """Returns how many numbers a request has in typed contents."""
+    if request.raw_input_contents:
+        return 0
+    fields = ((one, _CONTENTS.get(one.datatype)) for one in request.inputs)
+    return sum(len(getattr(one.contents, name)) for one, name in fields if name)
 
 
 def _response(request: pb.ModelInferRequest, answer: Answer) -> bytes:
@@ -584,10 +628,34 @@ def _with_contents(request: pb.ModelInferRequest, answer: Answer) -> bytes:
         request.model_name,
         str(answer.version),
     )
+    parts = [response.SerializeToString()]
     for spec, value in answer.outputs:
-        out = response.outputs.add(
+        tensor = pb.ModelInferResponse.InferOutputTensor(
             name=spec.name, datatype=spec.datatype, shape=value.shape
         )
-        field = _CONTENTS[spec.datatype]
-        getattr(out.contents, field).extend(value.ravel().tolist())
-    return response.SerializeToString()
+        written = b"".join(_contents(spec, value.ravel()))
+        tensor_bytes = tensor.SerializeToString()
+        if written:
+            tensor_bytes += _within(_CONTENTS_OF, written)
+        parts.append(_within(_OUTPUTS, tensor_bytes))
+    return b"".join(parts)
+
+
+def _contents(spec: TensorSpec, flat: Array) -> Iterator[bytes]:
+    """Yields contents in parts, between which other threads have a turn.
+
+    The numbers of messages one after the other are those of one message.
+    """
+    field = _CONTENTS[spec.datatype]
+    for first in range(0, len(flat), MANY):
+        numbers = flat[first : first + MANY].tolist()
+        yield pb.InferTensorContents(**{field: numbers}).SerializeToString()
+
+
+def _within(field: int, message: bytes) -> bytes:
+    """Returns the bytes of a message that has another one as a field."""
+    size, length = len(message), bytearray()
+    while size > 0x7F:
+        length.append(size & 0x7F | 0x80)
+        size >>= 7
+    return bytes([field << 3 | 2, *length, size]) + message

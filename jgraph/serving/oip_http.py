@@ -437,6 +437,8 @@ class InferenceRoutes:
             with model.routed(version_name, inference.key) as version:
                 inference.read(version)
                 asked = inference.asked(self._models, version)
+                if inference.nbytes_of_rows(asked) > LARGE:
+                    return None  # it is written aside
                 answer = self._models.at_once(asked)
             if answer is not None:
                 return 200, *inference.content(name, answer)
@@ -503,6 +505,16 @@ class _Inference:
         return models.asked(
             version, self._function, self._values, self._wanted, timeout_s
         )
+
+    def nbytes_of_rows(self, asked: Asked) -> int:
+        """Returns how large the JSON of a response will be, about, by the signature."""
+        are_binary = self._options.get("binary_data_output") is True
+        specs = signature_of(asked.version, self._function).outputs
+        numbers = 0
+        for place in asked.places:
+            if not self._wanted.get(specs[place].name, are_binary):
+                numbers += specs[place].size_of(asked.rows)
+        return NUMBER * numbers
 
     def nbytes_of(self, answer: Answer) -> int:
         """Returns how large the JSON of a response is, about."""

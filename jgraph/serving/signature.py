@@ -118,6 +118,10 @@ class TensorSpec:
         """Returns how many bytes a value of such a shape has."""
         return math.prod(shape) * self.np_dtype.itemsize
 
+    def size_of(self, rows: int) -> int:
+        """Returns how many numbers a value of so many rows has."""
+        return math.prod([rows if size is None else size for size in self.shape])
+
     def empty(self) -> Array:
         """Returns the value of no rows."""
         return np.zeros([size or 0 for size in self.shape], self.np_dtype)
