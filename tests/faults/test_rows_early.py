@@ -220,8 +220,8 @@ def test_a_worker_that_is_killed_once_it_has_arrays_is_given_them_again(
     dies = lambda: dies_and_is_back(cluster, WORKER)
     acted = act_once(monkeypatch, "initialize" if fed else method, dies, before=fed)
     data = batches if fed else IDS
-    options = {} if fed else {"batch_size": BATCH}
-    run = there.fit(data, steps=STEPS, progress=False, **options)
+    size = None if fed else BATCH
+    run = there.fit(data, steps=STEPS, batch_size=size, progress=False)
     assert acted
     assert (run.state, run.steps, run.recoveries()) == ("done", STEPS, [])
     if not fed:
