@@ -548,10 +548,10 @@ def _from_contents(spec: TensorSpec, one: Any) -> Array:
     return value.reshape(one.shape)
 
 
-def _numbers(found: Any, dtype: np.dtype[Any]) -> Array:
+def _numbers(contents: Any, dtype: np.dtype[Any]) -> Array:
     """Returns numbers of a message; between parts other threads have a turn."""
-    numbers: Array = np.empty(len(found), dtype)
-    each = iter(found)
+    numbers: Array = np.empty(len(contents), dtype)
+    each = iter(contents)
     for first in range(0, len(numbers), MANY):
         part = numbers[first : first + MANY]
         part[:] = np.fromiter(islice(each, len(part)), dtype, len(part))

@@ -195,7 +195,8 @@ class Attempts:
         )
         if config.cluster is None:
             dataset = open_training()
-            return dataset, as_evaluated(request.eval_data, None, dataset)
+            evaluated = as_evaluated(request.eval_data, None, dataset)
+            return dealt(config.strategy, None, dataset), evaluated
         # Apart: an iterator is looked at once.
         wait = EarlyWait(config.cluster, request.wait_s, request.stop)
         dataset = wait.outlive(open_training)

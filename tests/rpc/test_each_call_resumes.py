@@ -103,6 +103,7 @@ class Served:
 async def served() -> AsyncIterator[Served]:
     async with AsyncExitStack() as stack:
         worker, transport = await stack.enter_async_context(service_of(WORKER))
+        stack.callback(Master(worker).runs.close)
         where: Address = await transport.start(worker)
         service, transport = await stack.enter_async_context(service_of(PS))
         master = Master(service)
