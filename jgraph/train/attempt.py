@@ -185,6 +185,7 @@ class Attempts:
 
     def _open(self) -> _Datasets:
         config, request = self._config, self._request
+        wait = EarlyWait(config.cluster, request.wait_s, request.stop)
         open_training = partial(
             open_data,
             *(request.data, config.cluster, config.strategy),
@@ -193,12 +194,7 @@ class Attempts:
             finite=config.check_finite,
             known=self._parts.trained_on,
         )
-        if config.cluster is None:
-            dataset = open_training()
-            evaluated = as_evaluated(request.eval_data, None, dataset)
-            return dealt(config.strategy, None, dataset), evaluated
-        # Apart: an iterator is looked at once.
-        wait = EarlyWait(config.cluster, request.wait_s, request.stop)
+        # Each by itself: an iterator is looked at once.
         dataset = wait.outlive(open_training)
         evaluated = wait.outlive(
             partial(as_evaluated, request.eval_data, config.cluster, dataset)

@@ -66,6 +66,11 @@ def trained(cluster: LocalCluster) -> int:
     return names.count("train_step") + names.count("contribute")
 
 
+def check_done(run: Run) -> None:
+    """Fails unless a run did all, and nothing again."""
+    assert (run.state, run.steps, run.recoveries()) == ("done", STEPS, [])
+
+
 def share_of(strategy: Strategy) -> int:
     """Returns how many batches an update is the average of."""
     return 2 if isinstance(strategy, SyncPS) else 1
@@ -103,7 +108,7 @@ def test_a_ps_that_is_killed_while_a_run_is_prepared_is_waited_for(
     acted = act_once(monkeypatch, method, dies, before=when == "first")
     run = fit(there)
     assert len(acted) > 1
-    assert (run.state, run.steps, run.recoveries()) == ("done", STEPS, [])
+    check_done(run)
     assert trained(cluster) == 1  # what was given for the first try is taken back
     check_recovered(there, run, share=share_of(strategy))
     fault.names += [SAID, "SIGKILL"]
@@ -188,7 +193,7 @@ def test_a_worker_that_is_killed_while_a_run_is_prepared_has_its_data_again(
     else:
         cluster.kill(WORKER)
     run = there.fit(source, steps=STEPS, batch_size=BATCH, progress=False)
-    assert (run.state, run.steps, run.recoveries()) == ("done", STEPS, [])
+    check_done(run)
     if not isinstance(strategy, Federated):
         check_recovered(there, run, share=share_of(strategy))
     fault.names += ["SIGKILL"]
@@ -223,7 +228,7 @@ def test_a_worker_that_is_killed_once_it_has_arrays_is_given_them_again(
     size = None if fed else BATCH
     run = there.fit(data, steps=STEPS, batch_size=size, progress=False)
     assert acted
-    assert (run.state, run.steps, run.recoveries()) == ("done", STEPS, [])
+    check_done(run)
     if not fed:
         check_recovered(there, run, share=share_of(strategy))
     fault.names += ["SIGKILL"]

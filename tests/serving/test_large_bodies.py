@@ -1,8 +1,6 @@
 """Large JSON is read and written aside, and meanwhile small requests are answered."""
 
 import json
-import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 
 import jgraph as jg
 from jgraph.serving import oip_http, tf_http
+from tests.support.held_call import HeldCall
 from tests.support.http_calls import call
 
 V2 = "/v2/models/half_plus_three/infer"
@@ -38,27 +37,15 @@ def test_a_small_request_does_not_wait_for_a_large_one(
     path: str, what: str, server: jg.ModelServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tf_http if path == TF else oip_http
-    real: Callable[..., Any] = getattr(module, what)
-    is_at_it, may_go_on = threading.Event(), threading.Event()
-
-    def held(*args: Any) -> Any:
-        if not is_at_it.is_set():
-            is_at_it.set()
-            assert may_go_on.wait(10), "no small request was answered meanwhile"
-        return real(*args)
-
-    monkeypatch.setattr(module, what, held)
+    held = HeldCall(monkeypatch, module, what)
     monkeypatch.setattr(module, "NUMBER", 100)  # the answer is a large one too
     values = (np.arange(ROWS) / 7).tolist()
     with ThreadPoolExecutor(1) as pool:
         large = pool.submit(call, server, "POST", path, body_of(path, values) + PAD)
-        try:
-            assert is_at_it.wait(10)
+        with held:
             for other in (V2, TF):
                 status, answer, _ = call(server, "POST", other, body_of(other, [1.0]))
                 assert (status, found_in(answer)) == (200, [3.5])
-        finally:
-            may_go_on.set()
         status, answer, _ = large.result()
     assert status == 200
     np.testing.assert_allclose(found_in(answer), np.arange(ROWS) / 14 + 3, 1e-6)

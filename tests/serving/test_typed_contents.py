@@ -12,6 +12,7 @@ import pytest
 import jgraph as jg
 from jgraph.serving import oip_grpc, oip_http
 from jgraph.serving._pb import inference_pb2 as pb
+from tests.support.held_call import HeldCall
 from tests.support.http_calls import call
 
 SERVICE = "/inference.GRPCInferenceService"
@@ -65,23 +66,11 @@ def is_half(response: pb.ModelInferResponse, count: int) -> bool:
 def test_a_small_request_does_not_wait_for_many_numbers(
     what: str, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real: Callable[..., Any] = getattr(oip_grpc, what)
-    is_at_it, may_go_on = threading.Event(), threading.Event()
-
-    def held(*args: Any) -> Any:
-        if not is_at_it.is_set():
-            is_at_it.set()
-            assert may_go_on.wait(10), "no small request was answered meanwhile"
-        return real(*args)
-
-    monkeypatch.setattr(oip_grpc, what, held)
+    held = HeldCall(monkeypatch, oip_grpc, what)
     with ThreadPoolExecutor(1) as pool:
         large = pool.submit(ask, halves(ROWS))
-        try:
-            assert is_at_it.wait(10)
+        with held:
             assert is_half(ask(halves(1)), 1)
-        finally:
-            may_go_on.set()
         assert is_half(large.result(), ROWS)
 
 

@@ -82,10 +82,9 @@ class RunLosses:
         task = TaskName(order.task)
         named = TaskName(str(error.details.get("task", "")))
         is_loss = isinstance(error, TaskLostError | ClusterUnreachableError)
-        if is_loss and named == task and not (decides or self._holds(task)):
+        is_gone = (is_loss and named == task) or has_lost_data(error)
+        if is_gone and not (decides or self._holds(task)):
             return LoopLost(order.replica, error)  # whoever else answers
-        if has_lost_data(error) and not decides:
-            return LoopLost(order.replica, error)
         ready = await ready_tasks(self._peers)
         if is_loss:
             # A ps that is where it was, or only the worker does not reach it.

@@ -23,6 +23,12 @@ def finite(loss: jax.Array, grads: Tree) -> jax.Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])
 
 
+def all_finite(tree: Tree) -> jax.Array:
+    """Returns whether all numbers of a tree are finite that can be otherwise, bool."""
+    real = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.stack([jnp.isfinite(x).all() for x in real]).all()
+
+
 def warn_of_same_draws(graph: Graph) -> None:
     """Warns of random numbers whose key depends on nothing that a step is given.
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from jgraph.errors import ConfigError
 from jgraph.graph.device import device
+from jgraph.train.model.checks import all_finite
 from jgraph.train.model.metrics import needs_pieces, pieces
 from jgraph.train.model.trees import Tree
 from jgraph.train.privacy.secure_sum import SecureSum
@@ -118,8 +119,7 @@ class SecureWords:
             moved = jax.tree.leaves(result.grads)
             metrics = [result.metrics[name] for name in self._names]
             beside = [result.loss, *metrics, *jax.tree.leaves(result.state)]
-            real = [x for x in (*moved, *beside) if _is_real(x)]
-            finite = jnp.stack([jnp.isfinite(x).all() for x in real]).all()
+            finite = all_finite((moved, beside))
             weight = jnp.ones((), jnp.uint32)
             if weighs and result.weight is not None:
                 most = self._options.max_weight

@@ -39,12 +39,12 @@ class EarlyWait:
     """Does again what failed because a task was lost, once all tasks answer.
 
     Args:
-      cluster: of the tasks.
+      cluster: of the tasks; None: this process does the work, and loses none.
       wait_s: how long, if tasks are lost again and again.
       stop: set from another thread: waits no longer.
     """
 
-    cluster: Cluster
+    cluster: Cluster | None
     wait_s: float
     stop: threading.Event
 
@@ -86,11 +86,12 @@ class EarlyWait:
         Raises:
           JGError: one does not, and nobody starts it again, or not in time.
         """
-        if not self.cluster.starts_again:
+        cluster = self.cluster
+        if cluster is None or not cluster.starts_again:
             raise error
         what = "%s. The run has not begun; it waits up to %g s until all tasks answer"
         _LOG.warning(what, error.message.rstrip("."), self.wait_s)
-        if not self.cluster.wait_for_tasks(self.wait_s, stop=self.stop):
+        if not cluster.wait_for_tasks(self.wait_s, stop=self.stop):
             raise error
 
 

@@ -23,6 +23,7 @@ import optax
 from jgraph.graph.device import device
 from jgraph.graph.variable import Variable
 from jgraph.plan.program.replicas import own_state
+from jgraph.train.model.checks import all_finite
 from jgraph.train.model.metrics import LOCAL_STEPS
 from jgraph.train.model.optimizer import CalledOptimizer, Optimizer
 from jgraph.train.model.trees import Tree, group_with_parameters, path_of
@@ -302,7 +303,7 @@ class LocalSteps:
             ok = None
             if self.rule.epochs:
                 # Nothing stays of a round that does not count.
-                ok = _all_finite((value, way, state, opt))
+                ok = all_finite((value, way, state, opt))
                 keep = lambda new, old: jnp.where(ok, new, old)
                 opt = jax.tree.map(keep, opt, begin)
                 state = jax.tree.map(keep, state, now["state"])
@@ -489,11 +490,6 @@ def _over_steps(values: jax.Array) -> jax.Array:
     if jnp.issubdtype(values.dtype, jnp.inexact):
         return values.mean(0)
     return values.sum(0, dtype=values.dtype)
-
-
-def _all_finite(tree: Tree) -> jax.Array:
-    real = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return jnp.stack([jnp.isfinite(x).all() for x in real]).all()
 
 
 def _no_loss(params: Tree) -> jax.Array:
