@@ -96,8 +96,8 @@ BUGS: Final = {
     ),
     "a worker that holds variables is lost without them": Bug(
         "server/runs/losses.py",
-        "if is_loss and named == task and not (decides or self._holds(task)):",
-        "if is_loss and named == task and not decides:",
+        "if is_gone and not (decides or self._holds(task)):",
+        "if is_gone and not decides:",
         "tests/server/runs/test_losses.py::"
         "test_a_worker_that_holds_variables_is_lost_with_them",
     ),
