@@ -47,9 +47,9 @@ RUN: Final[Mapping[str, str]] = {
 }
 
 TRAINER_ARGUMENTS: Final[Mapping[str, str]] = {
-    "device": "a cluster has them: cluster=jg.LocalCluster(ps=2, workers=2)",
-    "learning_rate": "the optimizer has it: tx=optax.adam(1e-3)",
-    "loss_fn": "loss=def loss(model, batch)",
+    "device": "cluster=jg.LocalCluster(ps=2, workers=2), which has the devices",
+    "learning_rate": "tx=optax.adam(1e-3); the optimizer has it",
+    "loss_fn": "loss=…, a function of (model, batch)",
     "num_workers": "cluster=jg.LocalCluster(ps=2, workers=4)",
     "optimizer": "tx=optax.adam(1e-3)",
     "rng": "seed=0",
@@ -57,23 +57,23 @@ TRAINER_ARGUMENTS: Final[Mapping[str, str]] = {
 }
 FIT_ARGUMENTS: Final[Mapping[str, str]] = {
     "batch": "batch_size=128",
-    "class_weight": "weights are a field of the data, which the loss uses",
+    "class_weight": "the weights as a field of the data, which the loss uses",
     "eval_dataset": "eval_data=(x, y)",
-    "initial_epoch": "trainer.restore(path) goes on from a checkpoint",
+    "initial_epoch": "trainer.restore(path), which goes on from a checkpoint",
     "max_epochs": "epochs=10",
     "max_steps": "steps=1000",
     "num_epochs": "epochs=10",
     "num_steps": "steps=1000",
     "num_train_epochs": "epochs=10",
-    "sample_weight": "weights are a field of the data, which the loss uses",
-    "shuffle": "arrays are shuffled by the seed of the Trainer; what can only be "
-    "iterated comes in its order",
+    "sample_weight": "the weights as a field of the data, which the loss uses",
+    "shuffle": "nothing: arrays are shuffled by the seed of the Trainer; what can only "
+    "be iterated comes in its order",
     "steps_per_epoch": "steps=1000, of the whole run",
     "train_dataset": "trainer.fit(data, steps=…)",
     "validation_freq": "eval_every=100, in steps",
     "validation_split": "eval_data=(x[900:], y[900:])",
     "validation_steps": "eval_data=(x, y), all of which is evaluated",
-    "verbose": "progress=False shows nothing",
+    "verbose": "progress=False to show nothing",
 }
 CLUSTER_ARGUMENTS: Final[Mapping[str, str]] = {
     "n_workers": "workers=2",
