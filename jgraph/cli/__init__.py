@@ -54,10 +54,10 @@ _NOT_ALLOWED = (CertificateError, PlainTextError, RoleError, PermissionError)
 app = typer.Typer(
     name="jgraph",
     cls=Commands,
-    help="Train and run JAX programs over ps and worker hosts.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.callback()(looking.jgraph)
 for command in (
     *(looking.version, clusters.doctor, hosts.server, hosts.certs),
     *(clusters.up, clusters.scale, clusters.down, clusters.status, clusters.top),

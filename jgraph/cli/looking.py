@@ -22,6 +22,26 @@ def version(as_json: Json = False) -> None:
     say(versions, text, as_json=as_json)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"jgraph {__version__}")
+        raise typer.Exit
+
+
+def jgraph(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version of jgraph, and exit.",
+        ),
+    ] = False,
+) -> None:
+    """Train and run JAX programs over ps and worker hosts."""
+
+
 def show(
     where: Annotated[str, typer.Argument(help="file.py:step or package.module:step.")],
     output: Annotated[

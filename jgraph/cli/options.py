@@ -88,10 +88,16 @@ def say(facts: object, text: str | Callable[[], str], *, as_json: bool) -> None:
 INSTEAD: Final[Mapping[str, str]] = {
     "attach": "a run is attached to in Python: trainer.attach(NAME), of a Trainer of "
     "the same model; `jgraph runs` lists the names",
+    "check": "`jgraph doctor` checks this machine or a cluster",
+    "checkpoint": "`jgraph ckpt` lists, verifies and copies checkpoints",
     "chaos": "tasks are killed on purpose with cluster.kill(TASK) of a "
     "jg.LocalCluster; notebooks/04_break_it_on_purpose.ipynb shows how",
     "kill": "`jgraph drain TASK` ends a task gently, `jgraph status` shows its process "
     "id, and a jg.LocalCluster has cluster.kill(TASK)",
+    "models": "`jgraph model ls DIRECTORY` lists exported models",
+    "ps": "`jgraph status` shows the tasks of a cluster",
+    "run": "`jgraph up` starts a cluster, to which train.py connects by jg.connect; "
+    "`jgraph demo` trains one of its own",
     "serve-task": "`jgraph server` is what runs on a host",
     "stack": "`jgraph status --explain` says what steps under way wait for",
     "start": "`jgraph up` starts a cluster here, or on --hosts; `jgraph server` one "

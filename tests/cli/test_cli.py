@@ -38,6 +38,12 @@ def test_version_prints_one_line_per_package(
     assert "\njax 0." in out
 
 
+def test_the_option_version_prints_that_of_jgraph(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(capsys, "--version") == (cli.OK, f"jgraph {__version__}\n", "")
+
+
 def test_version_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "version", "--json")
     assert code == cli.OK
@@ -59,7 +65,7 @@ def test_a_command_of_other_tools_says_what_is_typed_instead(
     assert (code, out) == (cli.USAGE, "")
     assert err == f"there is no `jgraph {name}`: {INSTEAD[name]}\n"
     typed = set(re.findall(r"`jgraph (\w+)", INSTEAD[name]))
-    assert typed <= {*COMMANDS_HERE, "slurm"}
+    assert typed <= {*COMMANDS_HERE, "ckpt", "model", "slurm"}
 
 
 def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
