@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from jgraph.errors import ConfigError
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -14,6 +14,9 @@ from jgraph.rpc.transport import Frame
 
 if TYPE_CHECKING:
     from jgraph.graph.tracing.function import Function
+
+RECORDS_DIR: Final = "JGRAPH_RECORDS_DIR"
+"""Variable of a ps's environment: below that directory it writes logs of updates."""
 
 
 def check_options(fn: "Function", num_args: int, options: Mapping[str, bool]) -> None:

@@ -267,13 +267,7 @@ class ClusterSpec:
             spec = DeviceSpec.from_string(str(task))
             if spec.job is not None and spec.task is not None:
                 return self.task_address(spec.job, spec.task)
-        tasks = self.tasks()
-        more = f" and {len(tasks) - _SHOWN} more" if len(tasks) > _SHOWN else ""
-        raise UnknownDeviceError(
-            f"{task!r} does not name one task of this cluster, which has "
-            f"{', '.join(tasks[:_SHOWN]) or 'none'}{more}",
-            task=str(task),
-        )
+        raise _no_task(task, self.tasks())
 
     def _job(self, job: str) -> dict[int, str]:
         tasks = self._jobs.get(job)
@@ -309,6 +303,32 @@ class ClusterSpec:
             for index, address in tasks.items()
         ]
         return markup.table(("job", "task", "address"), rows)
+
+
+def task_named(task: str, tasks: Sequence[TaskName]) -> TaskName:
+    """Returns which of some tasks a device string names, also written short.
+
+    Raises:
+      UnknownDeviceError: none of them.
+
+    Example:
+      >>> task_named("worker:1", ClusterSpec({"worker": ["a:1", "b:1"]}).tasks())
+      '/job:worker/task:1'
+    """
+    with suppress(DeviceSpecError):
+        name = DeviceSpec.from_string(str(task)).task_name
+        if name in tasks:
+            return TaskName(name)
+    raise _no_task(task, tasks)
+
+
+def _no_task(task: str, tasks: Sequence[TaskName]) -> UnknownDeviceError:
+    more = f" and {len(tasks) - _SHOWN} more" if len(tasks) > _SHOWN else ""
+    return UnknownDeviceError(
+        f"{task!r} does not name one task of this cluster, which has "
+        f"{', '.join(tasks[:_SHOWN]) or 'none'}{more}",
+        task=str(task),
+    )
 
 
 @final

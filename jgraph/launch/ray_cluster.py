@@ -14,7 +14,7 @@ from jgraph.client.cluster import Cluster, open_cluster
 from jgraph.clock import Clock, SystemClock
 from jgraph.cluster import event_loop
 from jgraph.cluster.options import check_sources
-from jgraph.cluster.spec import ClusterSpec
+from jgraph.cluster.spec import ClusterSpec, task_named
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
 from jgraph.errors import ConfigError, RescaleError, StartError
 from jgraph.errors.tracebacks import short_traceback
@@ -508,8 +508,7 @@ class RayCluster(Cluster):
                 self._end()
 
     def _known(self, task: str) -> TaskName:
-        self.spec.address(task)  # refuses a task that the cluster lacks
-        return TaskName(task)
+        return task_named(task, self.spec.tasks())
 
     def _end(self) -> None:
         atexit.unregister(self._end)

@@ -17,7 +17,7 @@ from jgraph.cluster import event_loop
 from jgraph.cluster.in_process import add_service, remove_service
 from jgraph.cluster.log_tail import log_tail
 from jgraph.cluster.methods import ROLES
-from jgraph.cluster.options import check_sources
+from jgraph.cluster.options import RECORDS_DIR, check_sources
 from jgraph.cluster.signals import wait_signalled
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.cluster.transport_choice import (
@@ -56,7 +56,6 @@ from jgraph.server.host_room import certificate_ends_s
 from jgraph.server.master import Master
 from jgraph.server.members.messages import arrangement_in, join_request
 from jgraph.server.overdue import OverdueWatch
-from jgraph.server.replication.streams import RECORDS_DIR
 from jgraph.server.self_fencing import FencedHandler
 from jgraph.server.task_context import TaskContext
 from jgraph.server.task_service import TaskService

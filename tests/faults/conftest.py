@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from jgraph.cluster.options import RECORDS_DIR
 from jgraph.runtime.files.writer_lease import newest
-from jgraph.server.replication.streams import RECORDS_DIR
 from tests.support.fault import Fault
 from tests.support.left import nothing_left
 

@@ -9,13 +9,13 @@ import pytest
 
 from jgraph.client.cluster import Cluster, connect
 from jgraph.client.runs.runs import RunInfo, wait_saved
+from jgraph.cluster.options import RECORDS_DIR
 from jgraph.coordination.run.recovery import Recovery
 from jgraph.errors import ConfigError
 from jgraph.failpoints import CRASHED, ONCE, VARIABLE
 from jgraph.graph.device import is_ps
 from jgraph.launch.local.cluster import LocalCluster
 from jgraph.runtime.files.step_files import steps_in
-from jgraph.server.replication.streams import RECORDS_DIR
 from jgraph.train.run.report import Report
 from jgraph.train.run.run import Run
 from jgraph.train.trainer import Trainer

@@ -25,6 +25,7 @@ import psutil
 from jgraph.client.dashboard_process import Dashboard
 from jgraph.clock import SystemClock
 from jgraph.cluster.signals import wait_signalled
+from jgraph.cluster.spec import task_named
 from jgraph.cluster.wait_message import show_wait
 from jgraph.errors import (
     ClusterBusyError,
@@ -244,11 +245,8 @@ def log_of(name: str, task: str) -> Path:
       UnknownDeviceError: it has no such task.
     """
     cluster = named_cluster(name)
-    if task not in cluster.pids:
-        raise UnknownDeviceError(
-            f"cluster '{name}' has no task '{task}'; it has {', '.join(cluster.pids)}"
-        )
-    stem = task.removeprefix("/job:").replace("/task:", "-")
+    named = task_named(task, list(map(TaskName, cluster.pids)))
+    stem = named.removeprefix("/job:").replace("/task:", "-")
     return Path(cluster.log_dir) / f"{stem}.log"
 
 

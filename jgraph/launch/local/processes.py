@@ -6,9 +6,11 @@ Imports no JAX: a parent need not have loaded what its tasks load at the same ti
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,7 +23,8 @@ import psutil
 
 from jgraph.clock import Clock, SystemClock
 from jgraph.cluster.events import Event
-from jgraph.cluster.spec import ClusterSpec
+from jgraph.cluster.options import RECORDS_DIR
+from jgraph.cluster.spec import ClusterSpec, task_named
 from jgraph.cluster.transport_choice import TransportChoice
 from jgraph.coordination.liveness.freezes import FROZEN_S
 from jgraph.errors import ConfigError, JGError, StartError, UnknownDeviceError
@@ -193,6 +196,8 @@ class TaskProcesses:
     """The processes of all tasks of a cluster, started together.
 
     Their parent holds their inputs open: they end when it ends, however it ends.
+    Logs of updates go to a directory that goes with them, unless their environment, or
+    that of their parent, names one.
 
     Args:
       counts: how many tasks each job has.
@@ -234,6 +239,10 @@ class TaskProcesses:
         self._freeze_watch: FreezeWatch | None = None
         self._again: set[TaskName] = set()
         self._on_start = on_start
+        self._records = ""
+        if RECORDS_DIR not in {**os.environ, **environment}:
+            self._records = tempfile.mkdtemp(prefix="jgraph-updates-")
+            environment = {**environment, RECORDS_DIR: self._records}
         self._environments = {
             job: environment_of(job, environment) for job in {*counts, "worker", "ps"}
         }
@@ -276,14 +285,8 @@ class TaskProcesses:
             raise
 
     def __getitem__(self, task: str) -> TaskProcess:
-        found = next((one for one in self._processes if one.task == task), None)
-        if found is None:
-            listed = ", ".join(process.task for process in self._processes)
-            raise UnknownDeviceError(
-                f"'{task}' does not name one task of this cluster, which has {listed}",
-                task=str(task),
-            )
-        return found
+        by_name = {process.task: process for process in self._processes}
+        return by_name[task_named(task, list(by_name))]
 
     def start_joiners(
         self, count: int, job: str = "worker", timeout_s: float = START_S
@@ -394,6 +397,8 @@ class TaskProcesses:
             process.wait_ended(_END_S)
         if self._restarter is not None:
             self._restarter.join()
+        if self._records:
+            shutil.rmtree(self._records, ignore_errors=True)
 
     def _spec(self) -> ClusterSpec:
         jobs: dict[str, list[str]] = {}

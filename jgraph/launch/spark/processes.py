@@ -12,9 +12,9 @@ from jgraph.client.spark.failures import has_ended
 from jgraph.client.spark.slots import hold
 from jgraph.clock import Clock
 from jgraph.cluster.events import Event
-from jgraph.cluster.spec import ClusterSpec
+from jgraph.cluster.spec import ClusterSpec, task_named
 from jgraph.cluster.wait_message import show_wait
-from jgraph.errors import StartError, UnknownDeviceError
+from jgraph.errors import StartError
 from jgraph.graph.device import TaskName
 from jgraph.launch.local.processes import each, environment_of
 from jgraph.launch.local.restarts import Restarter
@@ -141,13 +141,7 @@ class SparkProcesses:
             raise
 
     def __getitem__(self, task: str) -> SparkProcess:
-        if (found := self._processes.get(TaskName(task))) is None:
-            listed = ", ".join(self._processes)
-            raise UnknownDeviceError(
-                f"'{task}' does not name one task of this cluster, which has {listed}",
-                task=str(task),
-            )
-        return found
+        return self._processes[task_named(task, list(self._processes))]
 
     def events(self) -> list[Event]:
         """Returns what became of processes that are started again."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from jgraph.cluster.methods import Answer
+from jgraph.cluster.options import RECORDS_DIR
 from jgraph.errors import ConfigError, CopyLostError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.graph.rows.hash_spec import HashSpec
@@ -30,7 +31,6 @@ from jgraph.server.steps.task_host import TaskHost
 from jgraph.server.task_context import TaskContext
 
 _LOG = logging.getLogger("jgraph.server")
-RECORDS_DIR: Final = "JGRAPH_RECORDS_DIR"
 _OWN: Final = "jgraph-records"
 _REST: Final = 1.0
 """After a part is copied ahead nothing is for so many times as long as it took."""
@@ -121,8 +121,8 @@ class ChangeStreams:
         if self._directory is None:
             raise ConfigError(
                 f"durability='log' needs a directory for the log of "
-                f"{self._runtime.task}; set {RECORDS_DIR} where it is started, for "
-                f"example with jg.LocalCluster(env={{'{RECORDS_DIR}': …}})"
+                f"{self._runtime.task}; set {RECORDS_DIR} where it is started, to a "
+                "directory on a disk that outlives it"
             )
         return self._directory
 

@@ -52,7 +52,8 @@ class AsyncPS:
         that was acknowledged to a worker. With ``"replica"`` each ps has a copy on the
         next ps, which applies the same updates in the same order. With ``"log"`` each
         ps writes its updates to a disk, below ``JGRAPH_RECORDS_DIR`` of its
-        environment. A step is done when the copy or the disk has its updates too.
+        environment, in a ``LocalCluster`` to a temporary directory if there is none.
+        A step is done when the copy or the disk has its updates too.
       variable_partitioner: cuts parameters into shards, for example
         ``jg.fixed_size_partitioner(2)``; the optimizer's state is cut alike.
       partition_strategy: which rows a shard has: ``"div"`` (consecutive ones) or

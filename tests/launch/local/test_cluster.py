@@ -78,6 +78,10 @@ def test_cluster_shows_itself(cluster: LocalCluster) -> None:
     assert "<table>" in cluster._repr_html_()
     log = cluster.logs("/job:ps/task:0")
     assert "listens on" in log
+    assert cluster.logs("ps:0").startswith(log[:100])
+    assert cluster.pid("worker:1") == cluster.pid("/job:worker/task:1")
+    with pytest.raises(UnknownDeviceError, match="'worker:9' does not name one task"):
+        cluster.kill("worker:9")
     assert "Unable to initialize" not in log
 
 

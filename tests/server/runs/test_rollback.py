@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from jgraph.client.cluster import connect
+from jgraph.cluster.options import RECORDS_DIR
 from jgraph.errors import ClusterError
 from jgraph.failpoints import armed, fail
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.runtime.files.step_files import our_steps
-from jgraph.server.replication.streams import RECORDS_DIR
 from jgraph.server.runs import rollback
 from jgraph.train.checkpoint.checkpoints import Checkpoints, put_aside_in
 from jgraph.train.run.report import Report

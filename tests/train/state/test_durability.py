@@ -1,5 +1,6 @@
 """Copies of what each ps holds: equal bit by bit, and enough to go on from."""
 
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -15,9 +16,11 @@ import jgraph as jg
 from jgraph.client.cluster import Cluster
 from jgraph.client.state.table_calls import state_of_shard
 from jgraph.clock import SystemClock
+from jgraph.cluster.options import RECORDS_DIR
 from jgraph.errors import ConfigError, CopyLostError
 from jgraph.graph.ir import TaskName
 from jgraph.graph.variable import Variable
+from jgraph.launch.local.cluster import LocalCluster
 from jgraph.plan.program.nodes import ValueType
 from jgraph.plan.program.program import StoredVariable
 from jgraph.plan.program.replay import NodeRan, Record
@@ -26,7 +29,6 @@ from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.wire.record_codec import record_to
 from jgraph.runtime.store.store import VariableStore
 from jgraph.server.replication.follower import ChangeApplier
-from jgraph.server.replication.streams import RECORDS_DIR
 from jgraph.train.state.durability import Durability
 from jgraph.train.strategies.async_runner import AsyncPS, AsyncRunner
 from jgraph.train.strategies.strategies import Strategy
@@ -218,6 +220,19 @@ def test_log_without_a_directory_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         trainer_of(alone, AsyncPS(durability="log"), "dense").fit(
             data(), steps=1, batch_size=8, progress=False
         )
+
+
+@pytest.mark.procs
+def test_processes_of_one_machine_have_a_temporary_directory_for_their_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(RECORDS_DIR, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with LocalCluster(ps=1, workers=1, restarts=1) as servers:
+        trainer = trainer_of(servers, AsyncPS(durability="log"), "dense")
+        trainer.fit(data(), steps=2, batch_size=8, progress=False)
+        assert list(tmp_path.glob("jgraph-updates-*/*"))
+    assert not list(tmp_path.glob("*"))
 
 
 def test_unknown_level_is_refused_with_those_that_there_are() -> None:
