@@ -14,13 +14,13 @@ import jax
 
 from jgraph._compat import trace_settings
 from jgraph.client.feeding import as_result, leaf_arrays, plain_feeds
-from jgraph.client.programs import STEP_S, Programs
+from jgraph.client.programs import REGISTER_S, STEP_S, Programs
 from jgraph.client.values import VariableValues
 from jgraph.client.variables import VariableDirectory
 from jgraph.clock import SystemClock
 from jgraph.cluster.wait_message import show_wait
 from jgraph.coordination.step.run_metadata import RunMetadata, run_metadata
-from jgraph.errors import ConfigError, FeedError
+from jgraph.errors import ConfigError, DeadlineError, FeedError
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.device import current_device
 from jgraph.graph.graph import Graph
@@ -40,6 +40,7 @@ Targets: TypeAlias = Iterable[Variable | str] | None
 _logger = logging.getLogger(__name__)
 _clock = SystemClock()
 _RECENT = 100
+_LEAST_S: Final = 0.1
 
 MAX_PLAIN: Final = 256
 """Functions that nobody gave to ``jg.function``, of one session."""
@@ -140,7 +141,7 @@ class PreparedStep:
         return self._run(arrays, timeout_s)
 
     def _run(self, arrays: Sequence[Any], timeout_s: float) -> Any:
-        handle = self._registration.current()
+        handle, timeout_s = self._registration.current(timeout_s)
         if self.plan.prediction is None:
             results = self._programs.run(handle.name, arrays, timeout_s)
         else:
@@ -161,7 +162,7 @@ class PreparedStep:
     ) -> tuple[Any, RunMetadata]:
         """Runs one step as ``run`` does, and tells when its nodes ran."""
         arrays = leaf_arrays(self._graph, leaves, feeds, check_finite=check_finite)
-        handle = self._registration.current()
+        handle, timeout_s = self._registration.current(timeout_s)
         results, parts = self._programs.run_traced(handle.name, arrays, timeout_s)
         metadata = run_metadata(self.plan.program, parts)
         return as_result(self._graph, results), metadata
@@ -186,6 +187,7 @@ class _Handle:
       programs: registers it.
       program: which.
       phases: see ``Programs.register``.
+      timeout_s: likewise.
 
     Attributes:
       name: by which the tasks know it.
@@ -199,9 +201,10 @@ class _Handle:
         programs: Programs,
         program: Program,
         phases: Sequence[tuple[str, float, float]] = (),
+        timeout_s: float = REGISTER_S,
     ) -> None:
         self.losses = programs.losses
-        self.name = programs.register(program, phases=phases)
+        self.name = programs.register(program, phases=phases, timeout_s=timeout_s)
         weakref.finalize(self, programs.give_up, self.name).atexit = False
 
 
@@ -228,22 +231,36 @@ class _Registration:
         self._lock = threading.Lock()
         self.handle = _Handle(programs, program, phases)
 
-    def current(self) -> _Handle:
+    def current(self, timeout_s: float) -> tuple[_Handle, float]:
         """Registers anew if a task was lost since, with all it had.
 
+        Args:
+          timeout_s: of the step; registering is a part of it then.
+
         Returns:
-          What a run holds until it is over.
+          What a run holds until it is over, and the seconds that it has left.
 
         Raises:
+          DeadlineError: it takes longer, here or in another thread.
           JGError: a task cannot take it: it is not back yet.
         """
         handle = self.handle
         if handle.losses == self._programs.losses:
-            return handle
-        with self._lock:
+            return handle, timeout_s
+        deadline = _clock.now() + timeout_s
+        if not self._lock.acquire(timeout=timeout_s):
+            raise DeadlineError(
+                f"another thread registers '{self._program.name}' anew, as a task was "
+                f"lost, and had not done so after {timeout_s:g} s; call it again, or "
+                "give a larger timeout_s"
+            )
+        try:
             if self.handle.losses != self._programs.losses:
-                self.handle = _Handle(self._programs, self._program)
-            return self.handle
+                left_s = max(_LEAST_S, deadline - _clock.now())
+                self.handle = _Handle(self._programs, self._program, timeout_s=left_s)
+            return self.handle, max(_LEAST_S, deadline - _clock.now())
+        finally:
+            self._lock.release()
 
 
 @final

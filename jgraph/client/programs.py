@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, final
+from typing import Any, Final, final
 
 from jgraph.client.connection import Connection, unique
 from jgraph.clock import SystemClock
@@ -21,6 +21,7 @@ from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.program_codec import encode_program
 
 STEP_S = 60.0
+REGISTER_S: Final = COMPILE_S + CONTROL_S
 _clock = SystemClock()
 
 
@@ -43,6 +44,7 @@ class Programs:
         program: Program,
         name: str | None = None,
         phases: Sequence[tuple[str, float, float]] = (),
+        timeout_s: float = REGISTER_S,
     ) -> str:
         """Compiles a program on its tasks and returns its handle.
 
@@ -50,6 +52,7 @@ class Programs:
           program: to register.
           name: before the handle; that of the program if unset.
           phases: what was done for it before, from when to when, for a timeline.
+          timeout_s: limit, in seconds.
         """
         self._take_back_garbage()
         handle = unique(name or program.name)
@@ -67,7 +70,7 @@ class Programs:
             self._cluster.call(
                 "Master.RegisterProgram",
                 frame(register_program=order, tensors=tensors),
-                timeout_s=COMPILE_S + CONTROL_S,
+                timeout_s=timeout_s,
             )
         except BaseException:
             self.give_up(handle)  # some of its tasks may have it

@@ -17,6 +17,7 @@ from jgraph.client.session import Session
 from jgraph.cluster import event_loop
 from jgraph.errors import (
     ConfigError,
+    DeadlineError,
     FeedError,
     FetchError,
     InvalidProgramError,
@@ -275,3 +276,34 @@ def test_a_step_under_way_keeps_its_program_while_it_is_registered_anew(
     assert double(2.0) == 4.0
     assert session.run(lambda x: x - 1, 1.0) == 0.0
     assert len(programs) == 3  # that of before is taken back by now
+
+
+def test_a_program_is_registered_anew_within_the_time_of_its_step(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    double = session.make_callable(lambda x: 2 * x, 1.0, timeout_s=7.0)
+    limits = list[float]()
+    call = session._cluster.call
+
+    def noted(method: str, request: Any, *, timeout_s: float, **options: Any) -> Any:
+        limits.append(timeout_s)
+        return call(method, request, timeout_s=timeout_s, **options)
+
+    monkeypatch.setattr(session._cluster, "call", noted)
+    session._programs.losses += 1
+    assert double(2.0) == 4.0
+    assert limits[0] <= 7.0
+
+
+def test_a_step_waits_no_longer_for_another_thread_that_registers_its_program(
+    session: Session,
+) -> None:
+    double = session.make_callable(lambda x: 2 * x, 1.0, timeout_s=0.05)
+    session._programs.losses += 1
+    with (
+        double._registration._lock,
+        pytest.raises(DeadlineError, match=r"another thread .* after 0\.05 s"),
+    ):
+        double(2.0)
+    double.timeout_s = 60.0
+    assert double(2.0) == 4.0
