@@ -317,7 +317,7 @@ def task_named(task: str, tasks: Sequence[TaskName]) -> TaskName:
     """
     with suppress(DeviceSpecError):
         name = DeviceSpec.from_string(str(task)).task_name
-        if name in tasks:
+        if name is not None and name in tasks:
             return TaskName(name)
     raise _no_task(task, tasks)
 
