@@ -213,7 +213,7 @@ class Attempts:
         build = self._parts.prepare(dataset, self._batch_size)
         step, runner, _ = build
         if request.checkpoint is not None:
-            checkpoint.check_names(step.names)
+            checkpoint.check_names(step.unflatten(step.names))
         if request.lease_s is None and request.checkpoint is not None:
             check_remote_saving(request.checkpoint, step)
         first = runner.state.global_step()

@@ -13,11 +13,11 @@ the data the training was.
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,13 @@ from jgraph.runtime.files.manifest import (
 from jgraph.runtime.files.shard_files import stored_dtype
 from jgraph.runtime.files.step_files import check_replaceable, put_back
 from jgraph.train.checkpoint.array_files import load_arrays, read_arrays
-from jgraph.train.model.trees import Tree
+from jgraph.train.model.trees import Tree, path_of
 from jgraph.train.state.remote_arrays import RemoteArray
 from jgraph.train.state.runner import Position
+
+_NOT_IN_FILES: Final = "/\\\0"
+_LONGEST: Final = 255
+"""Bytes of the name of a directory."""
 
 
 def save(
@@ -79,7 +83,7 @@ def save(
         )
     check_replaceable(target)
     layout = jax.tree.map(_here, _layout(tree))
-    check_names(commit.names_of(layout))
+    check_names(layout)
     commit.check_room(target, commit.nbytes_of(layout))
     manifest = Manifest(
         step=int(layout["global_step"]),
@@ -210,19 +214,36 @@ def verify(path: str | Path) -> Manifest:
     return manifest
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Refuses arrays that would have one directory; Orbax writes a dot for each level.
+def check_names(tree: Tree) -> None:
+    """Refuses names that no directory can have; Orbax writes a dot for each level.
+
+    Args:
+      tree: ``{"params", "opt", "state", "global_step"}``, or as it is stored.
 
     Raises:
-      CheckpointError: names two of them.
+      CheckpointError: names an array, or two that would have one directory.
     """
     by_directory: dict[str, str] = {}
-    for name in names:
-        other = by_directory.setdefault(directory_of(name), name)
+    for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        keys = path_of(path)
+        name = "/".join(keys)
+        directory = directory_of(name)
+        other = by_directory.setdefault(directory, name)
+        why = ""
+        if any(character in key for key in keys for character in _NOT_IN_FILES):
+            why = "a part of its name has a slash, a backslash or a NUL"
+        elif len(os.fsencode(directory)) > _LONGEST:
+            why = f"as the name of a directory it is longer than {_LONGEST} bytes"
+        if why:
+            raise CheckpointError(
+                f"a checkpoint cannot have '{name}': {why}; rename that part of the "
+                "model",
+                leaves=[name],
+            )
         if other != name:
             raise CheckpointError(
                 f"a checkpoint cannot have both '{other}' and '{name}': Orbax stores "
-                f"both as '{directory_of(name)}'; give one of them a name without dots",
+                f"both as '{directory}'; give one of them a name without dots",
                 leaves=[other, name],
             )
 

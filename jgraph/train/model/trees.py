@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jgraph.errors import GraphError
+from jgraph.errors import ConfigError, GraphError
 
 Tree: TypeAlias = Any
 """Nested dicts with string keys and arrays as leaves."""
@@ -68,6 +68,28 @@ def group_with_parameters(paths: Sequence[Path]) -> list[str]:
         return "/".join(path)
 
     return [group(path) for path in paths]
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Returns the name of each path, by which its variable is known.
+
+    Raises:
+      ConfigError: two have the same.
+
+    Example:
+      >>> names_of([("params", "a", "w"), ("params", "b")])
+      ['params/a/w', 'params/b']
+    """
+    by_name: dict[str, Path] = {}
+    for path in paths:
+        name = "/".join(path)
+        if name in by_name:
+            raise ConfigError(
+                f"two variables would be called '{name}': {by_name[name]!r} and "
+                f"{path!r}; give that part of the model a name without a slash"
+            )
+        by_name[name] = path
+    return list(by_name)
 
 
 def path_of(keys: tuple[Any, ...]) -> Path:

@@ -32,7 +32,7 @@ from jgraph.train.model.checks import (
     warn_of_same_draws,
 )
 from jgraph.train.model.optimizer import CalledOptimizer, LossOf, Optimizer
-from jgraph.train.model.trees import Tree, group_with_parameters, path_of
+from jgraph.train.model.trees import Tree, group_with_parameters, names_of, path_of
 from jgraph.train.privacy.private_update import PrivateUpdate, SampledBatch
 from jgraph.train.step.arrange import Arrangement, groups_of
 from jgraph.train.step.batch_pieces import BatchPieces
@@ -123,7 +123,7 @@ class TrainStep:
         ps = () if arrangement is None else arrangement.ps
         if arrangement is not None and not ps:
             refuse_tables(adapter.tables, _NEEDS_PS)
-        names = ["/".join(path) for path in paths]
+        names = names_of(paths)
         of = dict(zip(names, groups, strict=True))
         self.arrangement = arrangement or Arrangement()
         """How the variables are cut and placed."""

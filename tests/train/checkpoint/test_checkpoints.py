@@ -388,6 +388,40 @@ def test_what_is_no_number_of_steps_is_refused_before_the_run(
         Checkpoints("here", **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("a/b", "a slash, a backslash"),
+        ("a\\b", "a slash, a backslash"),
+        ("a" * 250, "longer than 255 bytes"),
+    ],
+)
+def test_a_name_that_is_none_of_a_directory_is_refused_before_training(
+    name: str, why: str, tmp_path: Path
+) -> None:
+    class Named(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.parts = nnx.Dict({name: nnx.Linear(3, 1, rngs=rngs)})
+
+        def __call__(self, x: Any) -> Any:
+            return self.parts[name](x)
+
+    def loss(model: Any, x: Any) -> Any:
+        return model(x).mean()
+
+    trainer = Trainer(Named(nnx.Rngs(0)), loss, optax.sgd(0.1))
+    x = np.ones((8, 3), np.float32)
+    with pytest.raises(CheckpointError, match=why):
+        trainer.fit(
+            x, steps=1, batch_size=8, checkpoint=Checkpoints(tmp_path), progress=False
+        )
+    run = trainer.fit(x, steps=1, batch_size=8, progress=False)
+    with pytest.raises(CheckpointError, match=why):
+        run.save(tmp_path / "saved")
+    assert run.steps == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_names_that_orbax_would_store_in_one_place_are_refused_before_training(
     tmp_path: Path,
 ) -> None:
