@@ -11,6 +11,7 @@ from jgraph.errors import ConfigError
 from jgraph.train.model.adapters import Model
 from jgraph.train.model.losses import Loss, positional
 from jgraph.train.model.optimizer import check_optimizer
+from jgraph.train.pipeline.pipeline import Pipeline
 from jgraph.train.strategies.strategies import Strategy, privacy_of
 from jgraph.train.tables.row_step import SPARSE
 
@@ -58,13 +59,18 @@ def check_model(model: Model, loss: Loss) -> None:
     """Refuses what is not a Flax model with a loss.
 
     Raises:
-      ConfigError: ``model`` is a class or no Flax module; ``loss`` cannot be called
-        with (model or params, batch).
+      ConfigError: ``model`` is a class, a pipeline or no Flax module; ``loss`` cannot
+        be called with (model or params, batch).
     """
     if isinstance(model, type):
         raise ConfigError(
             f"model is the class {model.__name__}, not a model; make one: "
             f"{model.__name__}(…)"
+        )
+    if isinstance(model, Pipeline):
+        raise ConfigError(
+            "model is a Pipeline, and these train in a session: write "
+            "train = pipe.step(params, tx), then session.run(train.train, x, y)"
         )
     if not (isinstance(model, nnx.Module | nn.Module) or callable(model)):
         raise ConfigError(

@@ -16,6 +16,7 @@ from jgraph.errors import (
     GraphError,
     NonFiniteError,
 )
+from jgraph.train.pipeline.pipeline import Pipeline
 from jgraph.train.run.run import Run
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.local import Local
@@ -80,6 +81,10 @@ def test_gradient_that_is_not_finite_is_named(
     [
         ({"model": NnxMLP}, "model is the class NnxMLP"),
         ({"model": object()}, "model is a object"),
+        (
+            {"model": Pipeline([jnp.tanh], jnp.subtract, microbatches=1)},
+            r"write train = pipe\.step\(params, tx\)",
+        ),
         ({"loss": 3}, "loss is not a function"),
         ({"loss": lambda model: 0}, "loss takes 1 arguments"),
         ({"loss": lambda model, x, y: 0}, "loss takes 3 arguments"),
