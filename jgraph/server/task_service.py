@@ -2,18 +2,12 @@
 
 import asyncio
 import logging
-import os
-import platform
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import Any, Final, final
 
-import jax
-import jax.export
 import numpy as np
-import psutil
 
 from jgraph.cluster.drain import SHARE, DrainHolders
 from jgraph.cluster.events import EventLog
@@ -29,29 +23,26 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, installed_version, kind_of
 from jgraph.rpc.resumable.backlog import default_queue_limit
-from jgraph.rpc.shared_memory.lending import copy_seconds
-from jgraph.rpc.statistics import TransportStatistics
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Frame, Tensor
 from jgraph.runtime.compute_errors import as_error
 from jgraph.runtime.cost import ALWAYS_AT_ONCE_S
 from jgraph.runtime.task import TaskRuntime, by_name
-from jgraph.server.call_counts import CallCounts
 from jgraph.server.flight_service import FlightService, recorder_rows
 from jgraph.server.gates.gates import Gates
 from jgraph.server.gates.group_host import GroupHost
-from jgraph.server.host_room import DiskLooks, memory_free
 from jgraph.server.loops.dealer import Dealers
 from jgraph.server.loops.task_loops import TaskLoops
 from jgraph.server.program_service import ProgramService
 from jgraph.server.replication.kept_reads import KeptReads
 from jgraph.server.replication.streams import ChangeStreams
-from jgraph.server.state_service import SaveCounts, state_methods, table_statuses
-from jgraph.server.steps.driver import StepDriver, waits_of
+from jgraph.server.state_service import state_methods
+from jgraph.server.steps.driver import StepDriver
 from jgraph.server.steps.messages import apart
 from jgraph.server.steps.parts import StepParts
 from jgraph.server.steps.task_host import TaskHost
 from jgraph.server.task_context import TaskContext
+from jgraph.server.task_facts import TaskFacts
 
 
 class _Phase(Enum):
@@ -103,12 +94,11 @@ class TaskService:
             groups=GroupHost(context, self.events),
             submit=self.shell.submit,
         )
-        self._calls = CallCounts(context.clock)
-        self._saves = SaveCounts(context.clock)
         self._flight = FlightService(context, self.runtime.flight)
-        self._disks = DiskLooks(context.clock, context.records_dir)
-        self._began = context.clock.now()
-        self._process = psutil.Process()
+        self._facts = facts = TaskFacts(
+            *(context, self.runtime, self.shell, self.driver, self.gates),
+            self.events,
+        )
         self.parts = StepParts(self.runtime, self.shell.messages, self.gates)
         self.dealers = Dealers(context.clock)
         self._shutdown = shutdown
@@ -125,7 +115,7 @@ class TaskService:
             "GateReport": self._gate_report,
             "Variables": self._variables,
             **state_methods(
-                context, self.runtime.store, self.shell, self._saves, self._flight
+                context, self.runtime.store, self.shell, facts.saves, self._flight
             ),
             **self._flight.methods,
             "Reset": self._reset,
@@ -239,55 +229,11 @@ class TaskService:
             raise TaskLostError(
                 f"{self.task} is being stopped and takes no new work", task=self.task
             )
-        return self._calls.counted(method, answer(request))
+        return self._facts.calls.counted(method, answer(request))
 
     async def status(self) -> pb.TaskStatus:
         """Returns the facts about this task."""
-        await self._disks.look()
-        transported = self.context.transport.statistics()
-        disk_free = self._disks.free
-        return pb.TaskStatus(
-            task=self.task,
-            incarnation=self.context.incarnation,
-            address=self.context.address,
-            platform=jax.export.default_export_platform(),  # "cuda", not "gpu"
-            state="ready" if self._phase is _Phase.SERVING else "draining",
-            pid=os.getpid(),
-            rss_bytes=self._process.memory_info().rss,
-            jgraph=installed_version("jgraph"),
-            jax=jax.__version__,
-            python=platform.python_version(),
-            variable_bytes=self.runtime.store.nbytes,
-            programs=self.runtime.programs,
-            health_port=self.context.health_port(),
-            data_port=self.context.data_port(),
-            ways={
-                peer: found.way
-                for peer, found in transported.peers.items()
-                if found.way
-            },
-            device_count=jax.local_device_count(),
-            compilations=self.runtime.cache.compilations,
-            busy_s={
-                **self.shell.busy(),
-                "copy": copy_seconds(),
-                "process": time.process_time(),
-            },
-            hash_tables=table_statuses(self.runtime.store),
-            steps=waits_of(self.runtime, self.driver),
-            up_s=self.context.clock.now() - self._began,
-            traffic=_traffic(transported),
-            repeats_dropped=transported.repeats_dropped,
-            calls=self._calls.rows(),
-            gates=self.gates.statuses(),
-            saves=self._saves.status(),
-            arrangement=self.context.arrangement.number,
-            # In hundredths: what changes is sent and written.
-            memory_free=round(memory_free(), 2),
-            disk_free=None if disk_free is None else round(disk_free, 2),
-            certificate_ends_s=self.context.certificate_ends_s,
-            newest_event=self.events.lines.count,
-        )
+        return await self._facts.status(ready=self._phase is _Phase.SERVING)
 
     def run_at_once(
         self, handle: str, arrays: Sequence[np.ndarray[Any, Any]], limit_s: float
@@ -384,18 +330,3 @@ class TaskService:
     async def _shut_down(self, request: Frame) -> AsyncIterator[Frame]:
         yield frame(empty=pb.Empty())
         self._shutdown(body_of(request).grace_s)
-
-
-def _traffic(transported: TransportStatistics) -> list[pb.PeerTraffic]:
-    return [
-        pb.PeerTraffic(
-            peer=peer,
-            frames_sent=found.frames_sent,
-            bytes_sent=found.bytes_sent,
-            frames_received=found.frames_received,
-            bytes_received=found.bytes_received,
-            shared_bytes_sent=found.shared_bytes_sent,
-            shared_bytes_received=found.shared_bytes_received,
-        )
-        for peer, found in sorted(transported.peers.items())
-    ]
