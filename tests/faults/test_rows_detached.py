@@ -215,6 +215,47 @@ def test_a_run_without_its_client_goes_back_when_a_ps_is_killed(
     fault.names += [*lost, "lost at step", "SIGKILL", "goes back to"]
 
 
+@pytest.mark.row(12, 30, 62)
+@pytest.mark.chaos
+def test_a_run_without_its_client_gives_a_lost_owner_what_workers_have_read(
+    fault: Fault,
+) -> None:
+    """The master has the rest from its own checkpoints.
+
+    If the owner dies between an update and the next reading of it, all go back. So it
+    is killed until it does not.
+    """
+    servers = fault.cluster(ps=0, workers=2, restarts=8)
+    begin_and_kill(target(servers, WORKERS[0]), "workers", fault.path, every=50)
+    said = ["gave /job:worker/task:1 the parameters", "workers cannot give"]
+    with connect(target(servers, WORKERS[0]), timeout_s=20) as cluster:
+
+        def outcomes() -> list[int]:
+            log = servers.logs(WORKERS[0], tail=10_000)
+            return [log.count(text) for text in said]
+
+        for kills in range(1, 8):
+            saved = 3 * kills
+            until(cluster, lambda run, due=saved: len(steps_in(fault.path)) >= due)
+            servers.kill(WORKERS[1])
+            until(cluster, lambda run, due=kills: sum(outcomes()) >= due)
+            until_further(cluster)
+            if outcomes()[0]:
+                break
+        there = trainer(cluster, STRATEGIES["workers"])
+        run = there.attach()
+        stop_once_all_take_part(run)
+        *before, recovery = run.recoveries()
+        assert len(before) == kills - 1
+        assert (recovery.lost, recovery.again) == (WORKERS[1:], 0)
+        assert recovery.rest_of is not None
+        assert recovery.rest_of % 50 == 0  # of a checkpoint
+        back = fault.path / str(before[-1].back_to) if before else None
+        check_recovered(there, run, back, share=len(WORKERS))
+        there.close()
+    fault.names += [WORKERS[1], "what workers have read", "SIGKILL"]
+
+
 @pytest.mark.row(13, 14, 30, 32, 33, 34, 35)
 @pytest.mark.chaos
 @pytest.mark.parametrize("strategy", ["replica", "log", "sync replica", "sync log"])

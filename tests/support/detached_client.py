@@ -30,6 +30,7 @@ STRATEGIES: dict[str, Strategy] = {
     "sync log": SyncPS(durability="log"),
     "sync": SyncPS(),
     "sync int8": SyncPS(gradient_dtype="int8"),
+    "workers": SyncPS(dense="workers"),
 }
 
 

@@ -117,6 +117,14 @@ class NotApplied:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Failed:
+    """Nothing more can be decided; an update under way may be there in part."""
+
+    error: JGError
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class TimeIsUp:
     """An update has been waited for too long."""
 
@@ -158,6 +166,7 @@ Event: TypeAlias = (
     | ReplicaLost
     | Applied
     | NotApplied
+    | Failed
     | TimeIsUp
     | StopAsked
     | GoOnAsked
@@ -356,8 +365,9 @@ class Arbiter:
                 self._halted = self._halted and version != self._version
             case StopAsked() | MasterSilent() | MasterHeard() | AskEnded():
                 self._note(event)
-            case NotApplied(error):
-                self._data.take_back(self._chosen)
+            case NotApplied(error) | Failed(error):
+                if self._applying:
+                    self._data.take_back(self._chosen)
                 return self._finish("failed", error)
             case _:
                 return self._move_on(event)

@@ -33,6 +33,7 @@ from jgraph.coordination.sync.aggregation import (
     Decide,
     End,
     Event,
+    Failed,
     GiveUpSum,
     GoOnAsked,
     Halt,
@@ -160,7 +161,7 @@ class ArbiterLoop:
         if peer in self._order.sync.shards:
             # What it was about to tell of may be lost, and it would be waited for.
             error = TaskLostError(f"{peer} is out of reach for the arbiter", task=peer)
-            self._end("failed", error)
+            self._take(Failed(error))
         self.replica_lost(peer)
 
     def replica_lost(self, peer: TaskName) -> None:
@@ -212,7 +213,7 @@ class ArbiterLoop:
                 self._lease.close()
 
     def _give_up(self, error: Exception) -> None:
-        self._end("failed", as_error(error, TaskName(self._order.task)))
+        self._take(Failed(as_error(error, TaskName(self._order.task))))
 
     def _watch_time(self) -> None:
         ended = self._lease is not None and self._lease.has_ended
@@ -247,9 +248,9 @@ class ArbiterLoop:
     def _perform(self, instruction: Instruction) -> None:
         match instruction:
             case Decide(version, steps):
-                self._note_round(self._machine.round)
+                round_made = self._reports_of(self._machine.round)
                 self._gates.decide(self._gate, steps)
-                self._apply(version, len(steps))
+                self._apply(version, len(steps), round_made)
             case Void(step):
                 self._gates.void(self._gate, step)
             case DealData(replica, leases):
@@ -273,28 +274,29 @@ class ArbiterLoop:
             case SumSays(_, what):
                 self._desk.perform(what)
             case GiveUpSum(record):
-                self._note_round(record)
+                self._rounds += self._reports_of(record)
                 self._desk.end()
 
-    def _note_round(self, record: RoundRecord | None) -> None:
-        """Notes who takes part in the update that was decided now, or given up."""
+    def _reports_of(self, record: RoundRecord | None) -> list[pb.RoundReport]:
+        """Returns who takes part in the update that was decided now, or given up."""
         if record is None:
-            return
+            return []
         now, task = self._clock.now(), self._replicas
         first = now if self._first_at is None else self._first_at
         self._first_at = None
-        self._rounds.append(
-            pb.RoundReport(
-                number=record.number,
-                members=[task[name] for name in record.members],
-                dropped={task[name]: why for name, why in record.dropped.items()},
-                wait_s=now - first,
-                void=record.void,
-            )
+        report = pb.RoundReport(
+            number=record.number,
+            members=[task[name] for name in record.members],
+            dropped={task[name]: why for name, why in record.dropped.items()},
+            wait_s=now - first,
+            void=record.void,
         )
+        return [report]
 
-    def _apply(self, version: int, count: int) -> None:
-        unwell: list[JGError] = []
+    def _apply(
+        self, version: int, count: int, round_made: Sequence[pb.RoundReport]
+    ) -> None:
+        unwell, applied = list[JGError](), list[Fetches]()
 
         def computed(fetches: Fetches, _: object) -> None:
             if self._finite is not None:
@@ -302,16 +304,19 @@ class ArbiterLoop:
                 error = self._finite.take(fetches, version, where)
                 unwell.extend([error] if error else [])
             if not unwell:
-                self.record.add(version, [*fetches, np.array(count, np.int32)])
+                applied.append([*fetches, np.array(count, np.int32)])
 
         def over(error: JGError | None) -> None:
             if error is not None:
-                self._end("failed", error)
+                self._take(Failed(error))
                 return
             if unwell:
                 self._take(NotApplied(unwell[0]))
                 return
             self._progress_at = self._clock.now()
+            for fetches in applied:
+                self.record.add(version, fetches)
+            self._rounds += round_made
             self._take(Applied())
             silent_s = self._progress_at - self.record.reported_at
             if silent_s >= self._order.report_every_s:
@@ -326,7 +331,7 @@ class ArbiterLoop:
                 timeout_s=self._order.step_timeout_s,
             )
         except JGError as error:
-            self._end("failed", error)
+            self._take(Failed(error))
 
     def _unmasking(self) -> dict[str, np.ndarray[Any, Any]]:
         """Returns the feed of an update that takes masks away; ends the sum."""
@@ -343,8 +348,8 @@ class ArbiterLoop:
         over = RunOverError("the training run has all its updates, or was stopped")
         in_order = error is None or isinstance(error, NonFiniteError)
         self._gates.close(self._gate, over if in_order else error or over)
-        if in_order:
-            self._report("running" if error else state)
+        # What all tasks have applied is told, whatever happened then.
+        self._report("running" if error else state)
         self.record.end(error)
 
     def _report(self, state: str, halted: int = 0) -> None:
