@@ -234,12 +234,14 @@ def test_a_run_without_its_client_gives_a_lost_owner_what_workers_have_read(
             log = servers.logs(WORKERS[0], tail=10_000)
             return [log.count(text) for text in said]
 
-        for kills in range(1, 8):
-            saved = 3 * kills
-            until(cluster, lambda run, due=saved: len(steps_in(fault.path)) >= due)
+        def lose(number: int) -> None:
+            until(cluster, lambda run: len(steps_in(fault.path)) >= 3 * number)
             servers.kill(WORKERS[1])
-            until(cluster, lambda run, due=kills: sum(outcomes()) >= due)
+            until(cluster, lambda run: sum(outcomes()) >= number)
             until_further(cluster)
+
+        for kills in range(1, 8):
+            lose(kills)
             if outcomes()[0]:
                 break
         there = trainer(cluster, STRATEGIES["workers"])

@@ -49,6 +49,10 @@ ON_HOSTS: Final = (
     "tests/simulation/test_sync.py::"
     "test_sums_of_hosts_have_what_was_decided_whoever_is_lost"
 )
+SURVIVED: Final = (
+    "tests/simulation/test_sync.py::"
+    "test_workers_give_a_lost_owner_what_is_of_the_update_told_of_last"
+)
 INBOUND: Final = "tests/rpc/exchange/test_inbound.py::"
 CUTS: Final = "tests/rpc/test_cuts_in_virtual_time.py::"
 CALLS: Final = "tests/rpc/test_calls_resume.py::"
@@ -126,6 +130,31 @@ BUGS: Final = {
         "if not self._is_enough(whole):",
         "tests/simulation/test_sync.py::"
         "test_a_run_pauses_without_its_master_and_goes_on_when_the_link_heals",
+    ),
+    "a worker gives what it read an update before": Bug(
+        "coordination/run/survivors.py",
+        "if read.get(owner, 0) == updates + 1]",
+        "if read.get(owner, 0) == updates]",
+        SURVIVED,
+    ),
+    "workers give beside owners of another update": Bug(
+        "coordination/run/survivors.py",
+        "        if count != updates:\n",
+        "        if count < updates:\n",
+        SURVIVED,
+    ),
+    "batches of an update that is there in part are not dealt again": Bug(
+        "coordination/sync/aggregation.py",
+        'if state == "failed" and self._applying:',
+        "if False:",
+        "tests/coordination/sync/test_aggregation.py::"
+        "test_batches_of_an_update_that_was_not_applied_come_again",
+    ),
+    "losses that cost no update end a run": Bug(
+        "coordination/run/recovery.py",
+        "self._reach, self._times = step, 0",
+        "self._reach = step",
+        f"{TRANSCRIPT}[run/recovery/back_to_a_checkpoint]",
     ),
     "an index is given to two that join": Bug(
         "coordination/liveness/members.py",

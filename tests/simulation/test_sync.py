@@ -9,6 +9,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.train.state.durability import Durability
 from tests.support.simulation.faulty_run import FIRST, REJOIN_S, RUNS, check_each
 from tests.support.simulation.leader import Leader
+from tests.support.simulation.survivor_world import SurvivorWorld
 from tests.support.simulation.sync_world import SyncWorld
 
 
@@ -243,6 +244,40 @@ def test_workers_that_hold_the_variables_are_lost_with_them(
         kept_on += run.kept_on
         restored += run.restored
     assert (restored if durability == "checkpoint" else kept_on) >= RUNS // 20
+
+
+class Survived(Owned, SurvivorWorld):
+    """Loses one owner, or two, of which nothing is kept but a checkpoint."""
+
+    def lose_two(self, first_s: float, second_s: float) -> None:
+        if self.sim.chance.random() < 0.5:
+            super().lose_two(first_s, second_s)
+        else:
+            lost = self.sim.chance.choice(list(self.shards))
+            self.sim.later(first_s, partial(self.kill, lost))
+
+
+def survived(seed: int) -> Survived:
+    """Runs such a cluster, of whose workers some may hold nothing, to its end."""
+    owners = 2 + seed % 2
+    workers = owners + seed // 2 % 2
+    world = Survived(seed, "checkpoint", workers, shards=owners)
+    world.net.duplicates = world.sim.chance.choice([0.0, 0.2])
+    for i in range(6):
+        world.sim.later(world.sim.chance.random() * (i + 1) * 0.5, world.save)
+    world.sim.run(lambda: world.state != "running", until=600.0)
+    return world
+
+
+@pytest.mark.row(62)
+def test_workers_give_a_lost_owner_what_is_of_the_update_told_of_last() -> None:
+    """Nothing is done again then, and all owners have the same updates at the end."""
+    given = 0
+    for seed in range(FIRST, FIRST + max(20, RUNS // 4)):
+        run = survived(seed)
+        check_updates(run, seed)
+        given += run.given
+    assert given >= max(20, RUNS // 4) / 10
 
 
 def summed_on_hosts(seed: int, durability: Durability) -> Owned:

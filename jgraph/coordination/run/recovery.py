@@ -114,6 +114,7 @@ class Recoveries:
     def __init__(self, first: int) -> None:
         self.first = first
         self._newest: int | None = None
+        self._reach = first
         self._times = 0
 
     def lost(self, newest: int | None, *, is_drain: bool = False) -> Instruction:
@@ -131,6 +132,14 @@ class Recoveries:
         if self._times > ATTEMPTS and not is_drain:
             return GiveUp(f"it went back to step {newest} {ATTEMPTS} times already")
         return GoBack(newest)
+
+    def kept(self, step: int) -> None:
+        """Takes note that it does not go back: it has so many updates, all of them.
+
+        Earlier losses count no more if it has come further since the last time.
+        """
+        if step > self._reach:
+            self._reach, self._times = step, 0
 
 
 def is_loss(error: JGError) -> bool:

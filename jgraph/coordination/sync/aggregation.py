@@ -366,8 +366,6 @@ class Arbiter:
             case StopAsked() | MasterSilent() | MasterHeard() | AskEnded():
                 self._note(event)
             case NotApplied(error) | Failed(error):
-                if self._applying:
-                    self._data.take_back(self._chosen)
                 return self._finish("failed", error)
             case _:
                 return self._move_on(event)
@@ -620,6 +618,8 @@ class Arbiter:
         )
 
     def _finish(self, state: str, error: JGError | None = None) -> list[Instruction]:
+        if state == "failed" and self._applying:  # it may be there in part
+            self._data.take_back(self._chosen)
         self._over = True
         asking = () if self._rounds is None else self._rounds.asking
         return [End(state, error), *(DealData(replica, None) for replica in asking)]

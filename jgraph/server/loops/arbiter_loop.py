@@ -309,18 +309,10 @@ class ArbiterLoop:
         def over(error: JGError | None) -> None:
             if error is not None:
                 self._take(Failed(error))
-                return
-            if unwell:
+            elif unwell:
                 self._take(NotApplied(unwell[0]))
-                return
-            self._progress_at = self._clock.now()
-            for fetches in applied:
-                self.record.add(version, fetches)
-            self._rounds += round_made
-            self._take(Applied())
-            silent_s = self._progress_at - self.record.reported_at
-            if silent_s >= self._order.report_every_s:
-                self._report("running")
+            elif not self._machine.is_over:  # else its batches are dealt again
+                self._note_made(version, applied, round_made)
 
         try:
             self._driver.start(
@@ -332,6 +324,22 @@ class ArbiterLoop:
             )
         except JGError as error:
             self._take(Failed(error))
+
+    def _note_made(
+        self,
+        version: int,
+        applied: Sequence[Fetches],
+        round_made: Sequence[pb.RoundReport],
+    ) -> None:
+        """Takes note of an update that all have applied, and tells of it at times."""
+        self._progress_at = self._clock.now()
+        for fetches in applied:
+            self.record.add(version, fetches)
+        self._rounds += round_made
+        self._take(Applied())
+        silent_s = self._progress_at - self.record.reported_at
+        if silent_s >= self._order.report_every_s:
+            self._report("running")
 
     def _unmasking(self) -> dict[str, np.ndarray[Any, Any]]:
         """Returns the feed of an update that takes masks away; ends the sum."""

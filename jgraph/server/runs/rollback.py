@@ -419,6 +419,7 @@ class Rollback:
                 raise
             _LOG.warning("workers gave nothing: %s", other.message)
         if self._rest_of is not None:
+            self._recoveries.kept(step)
             return step, None
         await self.stand_ins.tell_client()  # a master before may have died over it
         checkpoint = await source.load(error, self._recoveries.first)

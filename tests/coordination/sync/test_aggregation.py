@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given, strategies as st
 
 from jgraph.coordination.data.batch_order import BatchOrder
@@ -14,26 +15,30 @@ from jgraph.coordination.sync.aggregation import (
     DataAsked,
     End,
     Event,
+    Failed,
     Instruction,
     NotApplied,
+    TimeIsUp,
 )
 from jgraph.errors import NonFiniteError
 from jgraph.graph.ir import TaskName
 from tests.support.gates_world import World
 
+ERROR = NonFiniteError("the loss is NaN")
 
-def test_batches_of_an_update_that_was_not_applied_come_again() -> None:
+
+@pytest.mark.parametrize("outcome", [NotApplied(ERROR), Failed(ERROR), TimeIsUp(9.0)])
+def test_batches_of_an_update_that_was_not_applied_come_again(outcome: Event) -> None:
     ps, worker = TaskName("/job:ps/task:0"), TaskName("/job:worker/task:0")
     plan = SlotPlan([Part("data", 9)], batch_size=1, seed=0)
-    data, error = SyncData(plan, ["a"]), NonFiniteError("the loss is NaN")
+    data = SyncData(plan, ["a"])
     machine = Arbiter([ps], {"a": worker}, data, wanted=1, version=0, steps=9)
-    outcomes: list[Event] = [Applied(), NotApplied(error)]
     said: list[Instruction] = []
-    for update, outcome in enumerate(outcomes):
+    for update, then in enumerate([Applied(), outcome]):
         machine.handle(DataAsked("a", 1))
         machine.handle(Contributed(ps, (("a", update),), update, slots=(update,)))
-        said += machine.handle(outcome)
-    assert said == [End("failed", error)]
+        said += machine.handle(then)
+    assert [type(one) for one in said] == [End]
     assert BatchOrder(plan).restored(data.state()) == (1, [])
     assert (data.state()["done"], data.state()["again"]) == (1, 0)
 

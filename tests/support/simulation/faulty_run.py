@@ -184,12 +184,17 @@ class FaultyRun(ABC, Generic[ShardT]):
 
     def _check(self) -> None:
         if self.state.startswith("gave up: it went back"):
-            assert self.restored >= ATTEMPTS
+            assert self.recovered >= ATTEMPTS
         elif self.state.startswith("failed: JG-215"):  # a batch that all had is blamed
             assert self.losses >= DEATHS
         elif not self.may_end():
             assert self.state == "done", self.state
             self.check_updates()
+
+    @property
+    def recovered(self) -> int:
+        """How often it went on from a state that might be what ends it."""
+        return self.restored
 
     def may_end(self) -> bool:
         """Whether the run may have ended as it did, for a reason of its own."""

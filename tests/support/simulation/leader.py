@@ -129,7 +129,7 @@ class Leader:
     def applied(self, version: int) -> None:
         """One ps has applied an update."""
         self.done[version] += 1
-        if self.done[version] == len(self.world.shards):
+        if self.done[version] == len(self.world.shards) and not self.is_over:
             self.version, self.is_applying = version + 1, False
             self.progress_at = self.world.sim.now
             self.report("running")
@@ -157,7 +157,7 @@ class Leader:
         """A task is not reached any more: a ps, who listens, or one with replicas."""
         if task in self.world.shards and not self.is_over:
             error = TaskLostError(f"{task} was lost", task=task)
-            self.perform(aggregation.End("failed", error))
+            self.take(aggregation.Failed(error))
         for handle, at in self.replicas.items():
             if at == task:
                 self.take(aggregation.ReplicaLost(handle))

@@ -245,8 +245,7 @@ class SyncWorld(FaultyRun[GatedShard]):
     def decided(self, loop: str, told: Told) -> None:
         """Who decides has told how far it is."""
         self.told = told
-        if told.state != "failed":  # it may be within an update
-            self.position, self.version = told.position, told.version
+        self.position, self.version = told.position, told.version
         if told.lost in self.shards:
             self.go_back()
         elif told.state == "failed":
@@ -375,13 +374,17 @@ class SyncWorld(FaultyRun[GatedShard]):
             again = partial(self.wait_for_all, from_checkpoint=from_checkpoint)
             self.sim.later(REJOIN_S, again)
         elif self.durability == "checkpoint" or from_checkpoint:
-            self.restored += 1
-            history = self.checkpoint.history
-            self.version = len(history)
-            histories = dict.fromkeys(self.shards, history)
-            self.begin(self.checkpoint.position, histories)
+            self.restore()
         else:
             self.meet()
+
+    def restore(self) -> None:
+        """Gives all ps what the checkpoint has."""
+        self.restored += 1
+        history = self.checkpoint.history
+        self.version = len(history)
+        histories = dict.fromkeys(self.shards, history)
+        self.begin(self.checkpoint.position, histories)
 
     # ------------------------------------------------------------ what is kept
 
