@@ -123,14 +123,33 @@ def check_detachable(cluster: Cluster | None, strategy: Strategy) -> None:
             "of a jg.LocalCluster end with it; start them with `jgraph up` and connect "
             "with jg.connect(…)"
         )
+    _check_no_policy(strategy)
+    if cluster is None:
+        raise ConfigError(
+            f"detached=True needs a cluster, and {type(strategy).__name__}() trains in "
+            "this process, which ends with it; give Trainer(…, cluster=jg.connect(…))"
+        )
+
+
+def check_attachable(cluster: Cluster | None, strategy: Strategy) -> Cluster:
+    """Returns the cluster on which a run is that another client began.
+
+    Raises:
+      ConfigError: there is none, or no run can be of this strategy.
+    """
+    if cluster is None:
+        raise ConfigError(
+            "attach finds a run on a cluster, and this Trainer has none; give "
+            "Trainer(…, cluster=jg.connect(…))"
+        )
+    _check_no_policy(strategy)
+    return cluster
+
+
+def _check_no_policy(strategy: Strategy) -> None:
     elastic = getattr(strategy, "elastic", None)
     if elastic is not None and elastic.policy is not None:
         raise ConfigError(
             "jg.Elastic(policy=…) decides in the process that began the run, and "
             "detached=True lets that end; leave out one of them"
-        )
-    if cluster is None:
-        raise ConfigError(
-            f"detached=True needs a cluster, and {type(strategy).__name__}() trains in "
-            "this process, which ends with it; give Trainer(…, cluster=jg.connect(…))"
         )

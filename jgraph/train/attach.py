@@ -17,7 +17,7 @@ from jgraph.errors import (
     TaskLostError,
     UninitializedError,
 )
-from jgraph.train.arguments import check_detachable, check_private
+from jgraph.train.arguments import check_attachable, check_private
 from jgraph.train.attempt import Attempt
 from jgraph.train.parts import TrainerBuild, TrainerConfig
 from jgraph.train.state.remote_state import RemoteState
@@ -50,10 +50,8 @@ def find_run(cluster: Cluster, name: str | None) -> RunInfo:
 
 def attach(config: TrainerConfig, parts: TrainerBuild, name: str | None) -> Attempt:
     """Returns what follows a run that another client began; see ``Trainer.attach``."""
-    cluster = config.cluster
-    check_detachable(cluster, config.strategy)
+    cluster = check_attachable(config.cluster, config.strategy)
     check_private(config.strategy, check_finite=False, is_detached=True)
-    assert cluster is not None  # checked
     info = find_run(cluster, name)
     try:
         adopt = partial(_adopt, cluster, info, config.clock)

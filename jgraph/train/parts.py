@@ -110,9 +110,11 @@ class TrainerBuild:
         """Returns the parts, made of this data if they have to be.
 
         Raises:
-          ConfigError: a linen model has no parameters yet, and there is no data.
+          ConfigError: a linen model has no parameters yet, and there is no data; or
+            the Trainer was closed.
         """
         if self._parts is None:
+            self._check_open()
             parts, evaluator_task = self._make(data)
             self._take(parts, evaluator_task)
             return parts
@@ -159,8 +161,7 @@ class TrainerBuild:
           ConfigError: the Trainer was closed.
           DataError: data of another kind than before, or fewer examples than a batch.
         """
-        if self._closed:
-            raise ConfigError("this Trainer was closed; make a new jg.Trainer(…)")
+        self._check_open()
         self.check_alike(dataset)
         parts = self.build(dataset)
         # Refuses a batch size that is too large.
@@ -277,6 +278,10 @@ class TrainerBuild:
         self._closed = True
         self.holdings.let_go()
         self._drop(self._parts, self.evaluator_task)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this Trainer was closed; make a new jg.Trainer(…)")
 
     def _step(
         self,

@@ -158,6 +158,8 @@ def test_run_that_does_not_go_on_is_not_found(cluster: Cluster) -> None:
 def test_run_that_cannot_outlive_its_client_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"needs a cluster, and Local\(\) trains in"):
         make(None, Local()).fit(data(), steps=1, batch_size=8, detached=True)
+    with pytest.raises(ConfigError, match="attach finds a run on a cluster"):
+        make(None, Local()).attach()
 
 
 @pytest.mark.row(30)
@@ -202,6 +204,8 @@ def test_run_goes_on_when_its_client_is_killed_and_another_finds_it(
             done, position = run.steps, there.current_position()
             assert position is not None
             assert position["done"] > before
+            # Who has started the tasks may follow it as well.
+            assert make(servers, strategy).attach(told["name"]).wait(30).steps == done
             run = there.fit(data(), steps=20, batch_size=8, progress=False)
             assert run.steps == done + 20
             there.close()

@@ -9,7 +9,7 @@ from jgraph.client.runs.failover import release_run
 from jgraph.client.runs.holds import DrainHolds
 from jgraph.client.state.snapshots import SnapshotHandle
 from jgraph.cluster.deadlines import bulk_timeout_s
-from jgraph.errors import CheckpointError, TaskLostError
+from jgraph.errors import CheckpointError, ConfigError, TaskLostError
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
 from jgraph.graph.variable import Variable
@@ -66,7 +66,7 @@ class RemoteState:
         """Steps by replica, over all runs; they number its next ones."""
         self._together = together
         self._tables = TableRows(cluster)
-        self._is_initialized = self._has_loaded = False
+        self._is_initialized = self._has_loaded = self._is_closed = False
         self.is_initial = True
         """No variable has had another value than its initial one."""
         self._copy_at_once: Callable[[], SnapshotHandle] | None = None
@@ -90,6 +90,7 @@ class RemoteState:
         self, *, model_only: bool = False, halted: bool = False
     ) -> Sequence[Any]:
         """See ``RunState.values``."""
+        self._check_open()
         if model_only:
             self.check_model()
         variables = self._model() if model_only else self.step.variables
@@ -169,6 +170,7 @@ class RemoteState:
 
     def load(self, values: Sequence[Any], position: Position = None) -> None:
         """See ``RunState.load``."""
+        self._check_open()
         with self.lock:
             new = dict(zip(self.step.variables, values, strict=True))
             by_name = dict(zip(self.step.names, values, strict=True))
@@ -322,9 +324,17 @@ class RemoteState:
     def close(self) -> None:
         """See ``RunState.close``."""
         with self.lock:
+            self._is_closed = True
             self.session.close()
             streams = [] if self.copies is None else self.copies.streams
             self.cluster.reset(self.step.container, *streams)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConfigError(
+                "this Trainer was closed, and what it had on the cluster went with "
+                "that; a run that was over before still has its model: run.model()"
+            )
 
 
 def shares(steps: int, count: int) -> list[int]:

@@ -71,6 +71,18 @@ def test_end_of_a_block_frees_the_cluster_and_the_run_keeps_its_values(
     assert np.isfinite(run.model().kernel[...]).all()
     with pytest.raises(jg.errors.ConfigError, match="was closed"):
         given.fit((X, Y), steps=1, batch_size=8)
+    with pytest.raises(jg.errors.ConfigError, match=r"was closed, and .* run\.model"):
+        given.predict(X)
+
+
+def test_closed_trainer_makes_nothing_on_its_cluster(
+    servers: Servers, client: Cluster
+) -> None:
+    given = trainer(client)
+    given.close()
+    with pytest.raises(jg.errors.ConfigError, match="this Trainer was closed"):
+        given.predict(X)
+    assert not held(servers)
 
 
 def test_block_that_is_left_ends_its_run(servers: Servers, client: Cluster) -> None:
