@@ -64,6 +64,8 @@ class FitRequest:
     """It ends when this client is gone for so long; None: it goes on."""
     checkpoint: Checkpoints | None = None
     stop: threading.Event = field(default_factory=threading.Event)
+    at_master: threading.Event = field(default_factory=threading.Event)
+    """See ``Order``; also set when the run is over."""
     epochs: int | None = None
     keeps_evaluated: bool = False
     """A callback wants what is evaluated."""
@@ -245,6 +247,7 @@ class Attempts:
             checkpoint=request.checkpoint,
             evaluates_halted=request.whole and asks_client,
             stop=request.stop,
+            at_master=request.at_master,
             lease_s=request.lease_s,
             wait_s=request.wait_s,
             first=first,

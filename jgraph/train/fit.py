@@ -130,6 +130,8 @@ class Fit:
         is_done = max(steps, self.history.steps) >= attempt.total
         state = "done" if is_done else "stopped"
         self.run.finish("failed" if error else state, values, position, error)
+        if attempt.order is not None:
+            attempt.order.at_master.set()  # nobody waits for one that is over
 
     def _warn_of_nan(self) -> None:
         report = self.run.last_report
@@ -385,6 +387,20 @@ def check_evaluation(eval_data: object, eval_every: int | None) -> None:
             f"eval_every={eval_every} needs data to evaluate on; give eval_data=(x, y) "
             "too, or leave eval_every out"
         )
+
+
+def wait_begun(run: Run, at_master: threading.Event) -> Run:
+    """Waits until a detached run can do without this process; an interrupt ends it.
+
+    Raises:
+      JGError: it did not begin.
+    """
+    try:
+        at_master.wait()
+    except KeyboardInterrupt:
+        run.stop()
+        raise
+    return run.wait() if run.state == "failed" else run
 
 
 def wait_or_stop(run: Run, display: Display) -> Run:

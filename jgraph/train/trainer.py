@@ -32,6 +32,7 @@ from jgraph.train.fit import (
     check_wait,
     naming_ends,
     one_of,
+    wait_begun,
     wait_or_stop,
 )
 from jgraph.train.live.live_model import LiveModel, LiveSource
@@ -221,7 +222,8 @@ class Trainer:
             ``Run.recoveries``.
           progress: show live how the run stands; in a notebook also the tasks' logs.
           block: wait for the end; else train in the background, see ``Run.wait``.
-          detached: go on when this process is gone; see ``attach``. The master saves.
+          detached: go on when this process is gone, as it may be once ``fit`` with
+            ``block=False`` has returned; see ``attach``. The master saves.
           wait_s: seconds that a run waits for a ps that was lost, or for a worker if
             none is left, until they are started again; then the run fails. It ends at
             once where nobody would start them.
@@ -259,7 +261,9 @@ class Trainer:
         )
         make = lambda: Attempts(self._parts, config, request).make()
         run, display = self._begin(make, all_callbacks, progress=progress)
-        return wait_or_stop(run, display) if block else run
+        if block:
+            return wait_or_stop(run, display)
+        return wait_begun(run, request.at_master) if detached else run
 
     def _begin(
         self,

@@ -32,6 +32,7 @@ from jgraph.train.checkpoint.checkpoint import verify
 from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.run.report import Report
 from jgraph.train.run.run import Run
+from jgraph.train.strategies import remote_runs
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.local import Local
 from jgraph.train.strategies.strategies import Strategy
@@ -160,6 +161,30 @@ def test_run_that_cannot_outlive_its_client_is_refused() -> None:
         make(None, Local()).fit(data(), steps=1, batch_size=8, detached=True)
     with pytest.raises(ConfigError, match="attach finds a run on a cluster"):
         make(None, Local()).attach()
+
+
+@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+def test_a_detached_run_is_at_its_master_when_fit_returns(
+    cluster: Cluster, strategy: Strategy
+) -> None:
+    """A script that ends there would take with it what has not begun."""
+    before = {info.name for info in cluster.runs()}
+    options: dict[str, Any] = {"batch_size": 8, "detached": True, "progress": False}
+    run = make(cluster, strategy).fit(data(), steps=60, block=False, **options)
+    assert len({info.name for info in cluster.runs()} - before) == 1
+    assert run.wait(30).steps == 60
+
+
+def test_a_detached_run_that_does_not_begin_says_so_at_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise ClusterBusyError("no room for another run")
+
+    monkeypatch.setattr(remote_runs, "submit_run", refuse)
+    options: dict[str, Any] = {"detached": True, "block": False}
+    with pytest.raises(ClusterBusyError, match="no room"):
+        make(cluster).fit(data(), steps=9, batch_size=8, progress=False, **options)
 
 
 @pytest.mark.row(30)

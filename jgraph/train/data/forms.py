@@ -73,7 +73,8 @@ class Element:
             if one != field or (self.size and array.ndim == 0):
                 raise DataError(
                     f"{name} is {one} in element {number} of {self.name}, and {field} "
-                    "in the first one; XLA compiles for one shape: pad to one length",
+                    "in the first one; XLA compiles for one shape and one type: pad to "
+                    "one length, or convert it",
                     field=name,
                 )
         if self.size and len({len(array) for array in arrays}) > 1:

@@ -54,6 +54,8 @@ class Order:
     """For lost tasks without which the run cannot go on."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Set from another thread: stop after the current step."""
+    at_master: threading.Event = field(default_factory=threading.Event)
+    """Set when the master has the run, which goes on from then without its client."""
     first: int = 0
     """Updates applied before."""
     restore: Callable[[Path], object] | None = None

@@ -217,6 +217,7 @@ class RemoteRuns:
         try:
             submit = partial(self._submit, prepared, order, make, data, owner)
             run = self._outlive(prepared, order, submit)
+            order.at_master.set()
             scaling = None if begin_scaling is None else begin_scaling(run.info.name)
             try:
                 for chunk in self._follow(run, prepared.names):
