@@ -106,8 +106,11 @@ def check_private(strategy: Strategy, *, check_finite: bool, is_detached: bool) 
         )
     if is_detached:
         raise ConfigError(
-            "with privacy= this process keeps the account of what was spent, and a "
-            "detached run goes on without it; leave out detached=True"
+            "with privacy= this process has to hear of each update: where a master and "
+            "the task that decides updates are lost together nobody else knows of the "
+            "last ones, and a detached run might pass its epsilon unseen. Leave out "
+            "detached=True and give fit(checkpoint=…): a run whose client is gone is "
+            "saved with its account, and trainer.restore(…) goes on from there"
         )
 
 

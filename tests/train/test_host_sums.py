@@ -186,6 +186,20 @@ def model_of(cluster: Cluster) -> CostModel:
     return CostModel(speed, links, Link(1e-4, 1e9), {})
 
 
+@pytest.mark.parametrize(("latency_s", "there"), [(0.0, "workers"), (1e-3, "ps")])
+def test_auto_counts_the_messages_of_tasks_of_one_host(
+    cluster: Cluster, latency_s: float, there: str
+) -> None:
+    """4 workers send each other 24, and with a ps 8; of the bytes they send fewer."""
+    tasks = cluster.tasks()
+    speed = TaskSpeed("host", 1e10, 1e9, 1e8, 1e10)
+    links = {(a, b): Link(latency_s, 1e9) for a in tasks for b in tasks if a != b}
+    model = CostModel(dict.fromkeys(tasks, speed), links, Link(1e-4, 1e9), {})
+    one = trainer(cluster, SyncPS(dense="auto", cost_model=model))
+    assert f"on {there}, as" in str(one.plan(data(), BATCH))
+    one.close()
+
+
 def test_auto_counts_the_bytes_of_sums(cluster: Cluster) -> None:
     """With sums 1.5 times the model passes each link between workers, else twice.
 

@@ -123,8 +123,8 @@ class CostModel:
 
         Every worker sends each holder its part of the gradients, and gets that part of
         the parameters. What tasks of one host say to each other shares the memory of
-        that host; what hosts say to each other shares the link of each, in each
-        direction.
+        that host, and its cores: there a message without bytes is work as well. What
+        hosts say to each other shares the link of each, in each direction.
 
         Args:
           nbytes: of the parameters, which are cut evenly over the holders.
@@ -162,11 +162,12 @@ class CostModel:
         """Returns how long the busiest link is busy if each pair exchanges so much."""
         busy = defaultdict[tuple[str, str], float](float)
         for src, dst in pairs:
-            seconds = nbytes / self.link(src, dst).bytes_per_s
+            link = self.link(src, dst)
+            seconds = nbytes / link.bytes_per_s
             one, other = self.tasks[src].host, self.tasks[dst].host
             if one == other:
-                busy["memory", one] += seconds
-            else:
+                busy["memory", one] += link.latency_s + seconds
+            else:  # many messages may be on their way at a time
                 busy["out", one] += seconds
                 busy["in", other] += seconds
         return max(busy.values(), default=0.0)

@@ -171,6 +171,8 @@ def test_what_has_no_noise_is_refused(cluster: Cluster) -> None:
         fit(trainer(private, model=NnxNorm), 4)
     with pytest.raises(ConfigError, match="check_finite=True ends a run"):
         fit(trainer(private, check_finite=True), 4)
+    with pytest.raises(ConfigError, match="might pass its epsilon unseen"):
+        fit(trainer(jg.SyncPS(privacy=privacy()), cluster), 4, detached=True)
     with pytest.raises(ConfigError, match="comes as it is read"):
         trainer(private).fit(iter([data(8)]), steps=1, progress=False)
     with pytest.raises(DataError, match="batch_size is 21"):
