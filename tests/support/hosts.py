@@ -64,6 +64,18 @@ class Host:
     def up(self) -> None:
         ip("link", "set", self._port, "up")
 
+    def lose(self, other: "Host") -> None:
+        """Sends what is for another host where nobody is; other links stay."""
+        nobody = ("lladdr", "02:00:00:00:00:01", "nud", "permanent")
+        self._neighbour("replace", other, *nobody)
+
+    def find(self, other: "Host") -> None:
+        """Asks anew where that is."""
+        self._neighbour("del", other)
+
+    def _neighbour(self, act: str, other: "Host", *how: str) -> None:
+        ip("-n", self.name, "neigh", act, other.address, *how, "dev", self.inside)
+
     def tcp(self) -> dict[str, int]:
         """Returns what its kernel has counted of TCP."""
         read = ["ip", "netns", "exec", self.name, "cat", "/proc/net/snmp"]
@@ -135,12 +147,15 @@ def _clear(count: int) -> None:
 
 
 @contextmanager
-def cluster_on(there: list[Host], fault: Fault, path: Path) -> Iterator[Cluster]:
-    """Starts a ps on the first host, and workers on the two last."""
-    on = {"ps:0": there[0], "worker:0": there[-2], "worker:1": there[-1]}
+def cluster_on(
+    there: list[Host], fault: Fault, path: Path, ps: int = 1
+) -> Iterator[Cluster]:
+    """Starts a ps on each of the first hosts, and workers on the two last."""
+    on = {f"ps:{index}": there[index] for index in range(ps)}
+    on |= {"worker:0": there[-2], "worker:1": there[-1]}
     spec = ClusterSpec(
         {
-            "ps": [f"{there[0].address}:{PORT}"],
+            "ps": [f"{host.address}:{PORT}" for host in there[:ps]],
             "worker": [f"{host.address}:{PORT + 1}" for host in there[-2:]],
         }
     )
