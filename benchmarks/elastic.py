@@ -17,14 +17,21 @@ A model of 3 MB with SGD trains on real processes. One JSON line each:
 - ``unequal``: 3 workers, one of which takes twice as long: how often as many updates a
   second ``SyncPS(batch_share="measured")`` makes as even shares do, and by how much the
   parameters differ then. Computing is emulated, as a wait for each example.
-- ``policy``: ``jg.AutoScale`` begins with one worker of at most eight, whose computing
-  is a wait: the rate at which it rests over the best of 1, 2, 4, 6 and 8 workers.
+- ``policy``: ``jg.AutoScale`` begins with one ps of at most three and one worker of at
+  most eight, whose computing is a wait: the rate at which it rests over the best of 1,
+  2 and 3 ps, each with 1, 2, 4, 6 and 8 workers.
 - ``cost``: steps per second of a run with ``elastic=`` over those of one without,
   while nobody joins or leaves; in alternating rounds.
+- ``pauses``: as ``moves``, with ``--pauses-mb`` and ``--pauses`` times 2 to 3 to 2 ps:
+  enough rescales for a 99th percentile.
+- ``balance``: time of a pipeline's step with layers in halves over that with
+  ``balance=jg.auto(cluster)``, where one of two workers is slow, as in
+  ``python -m benchmarks pipeline --slowed``.
 
-``--rows`` prints them as rows of a table.
+``--rows`` prints them as rows of a table, and ``--only`` measures one of them.
 """
 
+import itertools
 import logging
 import statistics
 import sys
@@ -38,7 +45,7 @@ import optax
 from flax import nnx
 
 import jgraph as jg
-from benchmarks import measure
+from benchmarks import measure, pipeline
 from jgraph.coordination.data.shares import pieces_of
 from jgraph.train.strategies.sync_runner import SyncRunner
 from tests.support.simulation.member_runs import simulated
@@ -47,18 +54,20 @@ from tests.support.simulation.ps_runs import rescaled
 STRATEGIES = {"async": jg.AsyncPS, "sync": jg.SyncPS}
 ELASTIC = jg.Elastic(workers=(1, 8))
 WAIT_S = 60.0
-ROWS = (1, 2, 3, 4, 5, 6, 7)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 """Numbers of the rows: a worker joins, leaves, ps come and go, what is lost, unequal
-workers, a policy, what elasticity costs."""
+workers, a policy, what elasticity costs, many rescales, unequal stages."""
 WIDTH, LOOKUPS = 64, 8
 BATCH, EXAMPLE_S, UPDATES = 128, 0.002, 40
 GRID, COMPUTE_S, WINDOW_S = (1, 2, 4, 6, 8), 0.2, 4.0
+PS_GRID = (1, 2, 3)
 CHANGES = 200
 UNITS = {
     "changes": "runs with a lost or doubled batch",
     "unequal": "of the rate of even shares",
     "policy": "of the best rate",
     "cost": "of the rate without",
+    "balance": "of the time of a balanced step",
 }
 
 
@@ -161,7 +170,8 @@ def moves(strategy: str, mb: int, rounds: int) -> dict[str, float]:
     rows = mb * 10**6 // (2 * 4 * WIDTH)  # with adagrad's sums
     ids = np.random.default_rng(0).integers(0, rows, (4096, LOOKUPS), np.int32)
     elastic = jg.Elastic(ps=(2, 3))
-    pauses, ratios = [], []
+    pauses: dict[int, list[float]] = {3: [], 2: []}
+    ratios = []
     with jg.LocalCluster(ps=2, workers=2, elastic=True) as cluster:
         trainer = jg.Trainer(
             Table(rows),
@@ -182,7 +192,7 @@ def moves(strategy: str, mb: int, rounds: int) -> dict[str, float]:
             since = seconds[seconds >= began_s]
             gaps = np.diff(since)
             at = int(gaps.argmax())
-            pauses.append(float(gaps[at]))
+            pauses[ps].append(float(gaps[at]))
             before = seconds[(seconds >= began_s - 2.0) & (seconds < began_s)]
             meanwhile = at / max(since[at] - began_s, 1e-9)
             ratios.append(meanwhile / max(len(before) / 2.0, 1e-9))
@@ -192,10 +202,14 @@ def moves(strategy: str, mb: int, rounds: int) -> dict[str, float]:
         run.wait(60)
         repeated = run.repeated()
         trainer.close()
+    all_pauses = [*pauses[3], *pauses[2]]
     return {
-        "pause_s": round(statistics.median(pauses), 3),
-        "p99_pause_s": round(float(np.percentile(pauses, 99)), 3),
-        "longest_pause_s": round(max(pauses), 3),
+        "pause_s": round(statistics.median(all_pauses), 3),
+        "p99_pause_s": round(float(np.percentile(all_pauses, 99)), 3),
+        "longest_pause_s": round(max(all_pauses), 3),
+        "pause_joins_s": round(statistics.median(pauses[3]), 3),
+        "pause_leaves_s": round(statistics.median(pauses[2]), 3),
+        "rescales": len(rescales),
         "at_rest_s": round(statistics.median(r.paused_s for r in rescales), 3),
         "took_s": round(statistics.median(r.took_s for r in rescales), 2),
         "mb_moved": round(statistics.median(r.nbytes for r in rescales) / 1e6, 1),
@@ -275,7 +289,8 @@ def unequal(rounds: int) -> dict[str, float]:
 
 def with_waits(cluster: jg.LocalCluster, policy: Any) -> tuple[Any, Any]:
     """A Trainer whose steps take a while, and a run of it that goes on."""
-    elastic = jg.Elastic(workers=(1, 8), policy=policy)
+    ps = None if policy is None else (min(PS_GRID), max(PS_GRID))
+    elastic = jg.Elastic(workers=(1, 8), ps=ps, policy=policy)
     trainer = jg.Trainer(
         Model(),
         loss,
@@ -302,7 +317,7 @@ def batch_rate(run: Any) -> float:
 
 
 def policy() -> dict[str, float]:
-    """Lets a policy find out how many workers pay, and compares with the best."""
+    """Lets a policy find out how many tasks pay, and compares with the best."""
     with jg.LocalCluster(ps=1, workers=1, elastic=True) as cluster:
         scale = jg.AutoScale(window_s=WINDOW_S, pause_s=0.0)
         trainer, run = with_waits(cluster, scale)
@@ -315,28 +330,37 @@ def policy() -> dict[str, float]:
             before = acts()
             time.sleep(1.0)
             here = len(cluster.tasks("worker")) == run_workers(run)
+            here &= len(cluster.tasks("ps")) == run_ps(cluster)
             quiet = quiet + 1 if acts() == before and here else 0
-        found, workers, count = batch_rate(run), run_workers(run), acts()
+        found, count = batch_rate(run), acts()
+        ps, workers = run_ps(cluster), run_workers(run)
         run.stop()
         run.wait(60)
         trainer.close()
-        rates = {workers: found}
-        for number in GRID:
-            cluster.scale(workers=number)
+        rates = {(ps, workers): found}
+        for point in itertools.product(PS_GRID, GRID):
+            cluster.scale(ps=point[0], workers=point[1])
             trainer, run = with_waits(cluster, None)
-            rates[number] = max(rates.get(number, 0.0), batch_rate(run))
+            rates[point] = max(rates.get(point, 0.0), batch_rate(run))
             run.stop()
             run.wait(60)
             trainer.close()
     best = max(rates, key=rates.__getitem__)
     return {
         "of_best": round(found / rates[best], 3),
+        "ps": ps,
         "workers": workers,
-        "best_workers": best,
+        "best_ps": best[0],
+        "best_workers": best[1],
         "acts": count,
         "batches_per_s": round(found, 1),
         "best_per_s": round(rates[best], 1),
     }
+
+
+def run_ps(cluster: jg.LocalCluster) -> int:
+    """On how many ps the variables of the run of a cluster lie."""
+    return next(run.ps for run in cluster.runs() if run.state == "running")
 
 
 def run_workers(run: Any) -> int:
@@ -357,41 +381,64 @@ def rate(strategy: str, elastic: Any, seconds: float) -> float:
     return float(done)
 
 
+def joins_and_leaves(a: Any) -> dict[str, dict[str, float]]:
+    """Lets workers join and leave in turns; returns the medians of both."""
+    pairs = [members(a.strategy) for _ in range(a.rounds)]
+    cases: dict[str, dict[str, float]] = {}
+    for name, found in zip(("joins", "leaves"), zip(*pairs, strict=True), strict=True):
+        median = {k: statistics.median(one[k] for one in found) for k in found[0]}
+        cases[name] = {k: round(value, 3) for k, value in median.items()}
+    return cases
+
+
+def cost(a: Any) -> dict[str, float]:
+    """Trains with ``elastic=`` and without, in turns, while nobody comes or goes."""
+    ratios = [
+        rate(a.strategy, ELASTIC, a.seconds) / rate(a.strategy, None, a.seconds)
+        for _ in range(a.rounds)
+    ]
+    return {"of_rate_without": round(statistics.median(ratios), 3)}
+
+
 def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--strategy", choices=[*STRATEGIES], default="async")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--mb", type=int, default=1000, help="state of `moves`")
-    parser.add_argument("--only", choices=["moves"], help="this case alone")
+    parser.add_argument("--pauses", type=int, default=16, help="rounds of `pauses`")
+    parser.add_argument("--pauses-mb", type=int, default=100)
+    parser.add_argument("--only", help="this case alone, as: moves")
     parser.add_argument("--rows", action="store_true", help="rows of a table")
     a = parser.parse_args()
-    if a.only == "moves":
-        case = moves(a.strategy, a.mb, a.rounds)
-        measure.emit("elastic", case=a.only, strategy=a.strategy, mb=a.mb, **case)
-        return
-    pairs = [members(a.strategy) for _ in range(a.rounds)]
-    cases: dict[str, dict[str, float]] = {}
-    for name, found in zip(("joins", "leaves"), zip(*pairs, strict=True), strict=True):
-        median = {k: statistics.median(one[k] for one in found) for k in found[0]}
-        cases[name] = {k: round(value, 3) for k, value in median.items()}
-    cases["moves"] = moves(a.strategy, a.mb, a.rounds)
-    cases["changes"] = changes(CHANGES)
-    cases["unequal"] = unequal(a.rounds)
-    cases["policy"] = policy()
-    ratios = [
-        rate(a.strategy, ELASTIC, a.seconds) / rate(a.strategy, None, a.seconds)
-        for _ in range(a.rounds)
-    ]
-    cases["cost"] = {"of_rate_without": round(statistics.median(ratios), 3)}
+    cases: dict[str, Callable[[], dict[str, Any]]] = {
+        "moves": lambda: moves(a.strategy, a.mb, a.rounds),
+        "changes": lambda: changes(CHANGES),
+        "unequal": lambda: unequal(a.rounds),
+        "policy": policy,
+        "cost": lambda: cost(a),
+        "pauses": lambda: moves(a.strategy, a.pauses_mb, a.pauses),
+        "balance": lambda: pipeline.balanced(pipeline.arguments([])),
+    }
     about = {"strategy": a.strategy, "rounds": a.rounds}
-    for number, (name, case) in zip(ROWS, cases.items(), strict=True):
+    numbers = dict(zip(("joins", "leaves", *cases), ROWS, strict=True))
+    if a.only not in (None, *numbers):
+        parser.error(f"--only is one of {', '.join(numbers)}")
+
+    def tell(name: str, case: dict[str, Any]) -> None:
         if a.rows:
             value, *_ = case.values()
             unit = UNITS.get(name, "s")
-            measure.emit_row(number, value, unit, case=name, **about, **case)
+            measure.emit_row(numbers[name], value, unit, case=name, **about, **case)
         else:
             measure.emit("elastic", case=name, **about, **case)
+
+    if a.only in (None, "joins", "leaves"):
+        for name, found in joins_and_leaves(a).items():
+            tell(name, found)
+    for name, measured in cases.items():
+        if a.only in (None, name):
+            tell(name, measured())
 
 
 if __name__ == "__main__":

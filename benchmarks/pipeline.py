@@ -164,8 +164,8 @@ def slowed(cluster: jg.LocalCluster) -> Iterator[None]:
         company.wait(10)
 
 
-def balanced(a: Any) -> None:
-    """Measures what a cut by speed gains where a worker is slow."""
+def balanced(a: Any) -> dict[str, Any]:
+    """Returns what a cut by speed gains where a worker is slow."""
     x, t = np.random.default_rng(0).normal(size=(2, a.batch, a.width)).astype("float32")
     params = [[layer] for tree in make_params(a.width, a.layers, 1) for layer in tree]
     microbatches = max(a.microbatches)
@@ -192,24 +192,23 @@ def balanced(a: Any) -> None:
     balance = cut.balance
     assert balance is not None
     print(balance, file=sys.stderr)
-    measure.emit(
-        "pipeline",
-        case="slowed",
-        layers=[stage.end - stage.first for stage in balance.stages],
-        speeds=[
+    return {
+        **measure.ratio("gain", turns["halves"], turns["balanced"]),
+        "predicted_gain": round(balance.even_s / balance.slowest_s, 3),
+        "layers": [stage.end - stage.first for stage in balance.stages],
+        "speeds": [
             round(costs.tasks[s.task].flops_per_s / 1e9, 1) for s in balance.stages
         ],
-        width=a.width,
-        batch=a.batch,
-        microbatches=microbatches,
+        "width": a.width,
+        "batch": a.batch,
+        "microbatches": microbatches,
         **measure.spread("ms", [1e3 * s for s in turns["balanced"]]),
         **measure.spread("halves_ms", [1e3 * s for s in turns["halves"]]),
-        **measure.ratio("gain", turns["halves"], turns["balanced"]),
-        predicted_gain=round(balance.even_s / balance.slowest_s, 3),
-    )
+    }
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def arguments(args: Sequence[str] | None = None) -> Any:
+    """Returns the options of a command line."""
     parser = measure.parser(__doc__)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--layers", type=int, default=6)
@@ -220,9 +219,13 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=10, help="of a round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--slowed", action="store_true", help="one worker is slow")
-    a = parser.parse_args(args)
+    return parser.parse_args(args)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    a = arguments(args)
     if a.slowed:
-        balanced(a)
+        measure.emit("pipeline", case="slowed", **balanced(a))
         return
     x, t = np.random.default_rng(0).normal(size=(2, a.batch, a.width)).astype("float32")
     params = make_params(a.width, a.layers, a.workers)

@@ -31,7 +31,7 @@ from jgraph.plan.program.nodes import (
 )
 from jgraph.plan.program.program import Partition, SegmentCode, row_type
 from jgraph.plan.program.replay import changes_state
-from jgraph.plan.program.row_values import Cut, cuts_of
+from jgraph.plan.program.row_values import Cut, cuts_of, smaller_sizes
 from jgraph.runtime.compiled.compile_cache import (
     CompileCache,
     Executable,
@@ -88,9 +88,20 @@ class LoadedPartition:
 
 
 def load_partition(
-    partition: Partition, segments: Iterable[SegmentCode], cache: CompileCache
+    partition: Partition,
+    segments: Iterable[SegmentCode],
+    cache: CompileCache,
+    *,
+    all_sizes: bool = False,
 ) -> LoadedPartition:
     """Compiles a partition's segments and indexes its nodes.
+
+    Args:
+      partition: of one task.
+      segments: code of its segments, and perhaps of others.
+      cache: of the task.
+      all_sizes: a segment of rows that has run for no number of rows yet is compiled
+        for each that may come; else when it comes.
 
     Raises:
       InvalidProgramError: a segment is missing or its bytes are not its digest's.
@@ -102,7 +113,7 @@ def load_partition(
     consumers: list[list[int]] = [[] for _ in partition.values]
     followers: list[list[int]] = [[] for _ in partition.nodes]
     for index, node in enumerate(partition.nodes):
-        executables.append(_executable(partition, node, codes, cache))
+        executables.append(_executable(partition, node, codes, cache, all_sizes))
         inputs.append(tuple(dict.fromkeys(inputs_of(node))))
         after = set(after_of(node))
         needs.append(len(inputs[index]) + len(after))
@@ -232,7 +243,11 @@ def _kind(node: Node) -> str:
 
 
 def _executable(
-    partition: Partition, node: Node, codes: dict[str, SegmentCode], cache: CompileCache
+    partition: Partition,
+    node: Node,
+    codes: dict[str, SegmentCode],
+    cache: CompileCache,
+    all_sizes: bool,
 ) -> Executable | None:
     if not isinstance(node, SegmentNode):
         return None
@@ -250,6 +265,9 @@ def _executable(
     arguments = _arguments(partition, node)
     if isinstance(run, SizedExecutable) and not any(t.symbols for t in arguments):
         run.of(arguments)  # all rows that there can be: what fails, fails now
+        if all_sizes and run.sizes == 1:
+            for smaller in smaller_sizes(arguments):
+                run.of(smaller)
     return run
 
 

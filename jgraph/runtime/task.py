@@ -205,10 +205,14 @@ class TaskRuntime:
         """Handles of the registered programs."""
         return sorted(self._programs)
 
-    def load(self, program: Program) -> LoadedPartition:
+    def load(self, program: Program, *, all_sizes: bool = False) -> LoadedPartition:
         """Compiles this task's partition of ``program``; may take long.
 
         Safe to call from any thread.
+
+        Args:
+          program: of which this task has a partition.
+          all_sizes: compile for each number of rows that may come, too.
 
         Raises:
           InvalidProgramError: there is no partition for this task, or bad bytes.
@@ -221,7 +225,9 @@ class TaskRuntime:
                 f"program '{program.name}' has no partition for {self.task}"
             ) from None
         self._check_variables(program)
-        return load_partition(partition, program.segments, self.cache)
+        return load_partition(
+            partition, program.segments, self.cache, all_sizes=all_sizes
+        )
 
     def register(
         self,

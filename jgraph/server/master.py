@@ -266,7 +266,10 @@ class Master:
         async def register(task: TaskName) -> int:
             message, tensors = encode_program(program.only(task))
             order = pb.RegisterProgram(
-                handle=body.handle, program=message, participants=participants
+                handle=body.handle,
+                program=message,
+                participants=participants,
+                all_sizes=body.all_sizes,
             )
             if task == program.driver:
                 order.phases.extend(body.phases)

@@ -56,7 +56,9 @@ class ProgramService:
         program = decode_program(body.program, request.tensors)
         self._loading.add(body.handle)
         try:
-            loaded = await self._shell.run(lambda: self._runtime.load(program))
+            loaded = await self._shell.run(
+                lambda: self._runtime.load(program, all_sizes=body.all_sizes)
+            )
             if body.handle in self._loading:  # else it was given up meanwhile
                 tasks = [TaskName(task) for task in body.participants]
                 self._runtime.register(body.handle, program, loaded, tasks)
@@ -78,5 +80,6 @@ class ProgramService:
                 settled = asyncio.Event()
                 run.work.when_settled(settled.set)
                 await settled.wait()
-        await self._shell.give_back_memory()
+        else:  # who waits for that has more to do first, and a step waits for it
+            await self._shell.give_back_memory()
         yield frame(empty=pb.Empty())

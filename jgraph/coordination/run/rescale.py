@@ -4,7 +4,8 @@
     preparing --Prepared--> fencing: Fence, so that all loops end in order
     fencing --Rested--> moving: Move, copies beside what is there
     moving --Moved--> switching: Switch, which is journalled: the point of no return
-    switching --Switched--> steady: Retire what was left behind, GoOn
+    switching --Switched--> retiring: GoOn, and Retire what was left behind meanwhile
+    retiring --Retired--> steady
 
 Whatever goes wrong before the switch leaves the run as it was: what was copied is
 dropped, and loops of the arrangement of before begin again. An arrangement is the
@@ -76,6 +77,12 @@ class Switched:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Retired:
+    """What was left behind is dropped."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class StateLost:
     """A ps is gone, and what it held: the run goes back."""
 
@@ -94,6 +101,7 @@ Event: TypeAlias = (
     | Moved
     | NotMoved
     | Switched
+    | Retired
     | StateLost
     | TimePassed
 )
@@ -227,13 +235,15 @@ class Rescale:
       >>> rescale.handle(Moved(), 1.2)
       [Switch(ps=2)]
       >>> rescale.handle(Switched(), 1.2), rescale.ps
-      ([Retire(), GoOn()], 2)
+      ([GoOn(), Retire()], 2)
+      >>> rescale.handle(Retired(), 1.3), rescale.is_steady
+      ([], True)
     """
 
     def __init__(self, ps: int) -> None:
         self.ps = ps
         self._wanted = ps
-        self._state = "steady"  # preparing | fencing | moving | switching
+        self._state = "steady"  # preparing | fencing | moving | switching | retiring
         self._to = ps
         self._again_s, self._wait_s = 0.0, AGAIN_S
 
@@ -269,12 +279,12 @@ class Rescale:
             case Moved() if self._state == "moving":
                 return self._moved()
             case Switched() if self._state == "switching":
-                self._state, self._wait_s = "steady", AGAIN_S
-                return [Retire(), GoOn(), *self._begin(now)]
+                self._state, self._wait_s = "retiring", AGAIN_S
+                return [GoOn(), Retire()]
             case StateLost() if self._state in {"preparing", "fencing"}:
                 return self._give_up(now, "a ps was lost, with what it held")
-            case TimePassed():
-                return self._begin(now)
+            case TimePassed() | Retired():
+                return self._pass(event, now)
         return []
 
     def _want(self, ps: int, now: float) -> list[Instruction]:
@@ -286,6 +296,11 @@ class Rescale:
         if self._state == "preparing":
             self._state = "steady"
             return [self._drop_unwanted(), *self._begin(now)]
+        return self._begin(now)
+
+    def _pass(self, event: TimePassed | Retired, now: float) -> list[Instruction]:
+        if isinstance(event, Retired) and self._state == "retiring":
+            self._state = "steady"
         return self._begin(now)
 
     def _begin(self, now: float) -> list[Instruction]:

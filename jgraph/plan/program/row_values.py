@@ -5,7 +5,7 @@ Source: the primitives of ``jgraph.graph.rows.rows`` say the same on arrays of f
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -56,6 +56,24 @@ def at_level(type_: ValueType, level: int) -> ValueType:
     if not (type_.ragged and level):
         return type_
     return replace(type_, shape=(rows_at(level, type_.shape[0]), *type_.shape[1:]))
+
+
+def smaller_sizes(types: Sequence[ValueType]) -> Iterator[list[ValueType]]:
+    """Yields what an executable takes at each level but the first.
+
+    Args:
+      types: what it takes at most.
+
+    Example:
+      >>> rows = ValueType((100, 4), "float32", ragged=True)
+      >>> [types[0].shape for types in smaller_sizes([rows])]
+      [(57, 4)]
+    """
+    largest = max((t.shape[0] for t in types if t.ragged), default=0)
+    level = 1
+    while rows_at(level, largest) >= LEAST_ROWS:
+        yield [at_level(type_, level) for type_ in types]
+        level += 1
 
 
 def level_of(

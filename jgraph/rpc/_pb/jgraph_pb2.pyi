@@ -1868,6 +1868,7 @@ class RegisterProgram(_message.Message):
     MEMBERS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
     PS_FIELD_NUMBER: _builtins.int
+    ALL_SIZES_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     run: _builtins.str
     """"Master.KeepProgram" (client -> master): a worker of this run that was started again
@@ -1875,6 +1876,10 @@ class RegisterProgram(_message.Message):
     """
     ps: _builtins.int
     """"Master.KeepProgram": for how many ps it was cut; 0: for those of the beginning."""
+    all_sizes: _builtins.bool
+    """Compile segments of rows for each number of rows that may come, and not when it comes:
+    a run that goes on would wait for that.
+    """
     @_builtins.property
     def program(self) -> Global___Program: ...
     @_builtins.property
@@ -1899,10 +1904,11 @@ class RegisterProgram(_message.Message):
         members: Global___Members | None = ...,
         phases: _abc.Iterable[Global___ClientPhase] | None = ...,
         ps: _builtins.int = ...,
+        all_sizes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "program", b"program"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "members", b"members", "participants", b"participants", "phases", b"phases", "program", b"program", "ps", b"ps", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_sizes", b"all_sizes", "handle", b"handle", "members", b"members", "participants", b"participants", "phases", b"phases", "program", b"program", "ps", b"ps", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

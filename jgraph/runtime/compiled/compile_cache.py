@@ -52,6 +52,11 @@ class SizedExecutable:
             if text
         }
 
+    @property
+    def sizes(self) -> int:
+        """For how many sizes it is compiled now."""
+        return len(self._runs)
+
     def __call__(self, *args: Any) -> Sequence[jax.Array]:
         """Runs the code; a new size is compiled first, one after the other."""
         results: Sequence[jax.Array] = self.of(args)(*args)

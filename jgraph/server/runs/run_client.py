@@ -6,10 +6,17 @@ longer than its lease ends without, and its master asks nothing any more.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from jgraph.errors import JGError, TaskLostError
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -98,7 +105,7 @@ class RunClient:
         """Whether a question has no answer yet."""
         return number in self._asked
 
-    async def ask(
+    def ask(
         self,
         kind: str,
         *,
@@ -108,8 +115,8 @@ class RunClient:
         ps: int = 0,
         homes: pb.RunHomes | None = None,
         act: Act | None = None,
-    ) -> pb.RunAnswer:
-        """Asks, and returns the answer.
+    ) -> Coroutine[Any, Any, pb.RunAnswer]:
+        """Asks, at once; returns what waits for the answer.
 
         Args:
           kind: of the question.
@@ -125,7 +132,7 @@ class RunClient:
           JGError: that is the answer.
         """
         if self._is_gone:
-            raise _gone(self.order)
+            return self._never()
         self._number += 1
         number = (self.record.term << _TERM_SHIFT) + self._number
         answer = asyncio.get_running_loop().create_future()
@@ -141,8 +148,16 @@ class RunClient:
                 homes=homes,
             )
         )
+        return self._answered(number, answer)
+
+    async def _never(self) -> pb.RunAnswer:
+        raise _gone(self.order)
+
+    async def _answered(
+        self, number: int, answer: asyncio.Future[pb.RunAnswer]
+    ) -> pb.RunAnswer:
         try:
-            reply: pb.RunAnswer = await answer
+            reply = await answer
         finally:
             self._asked.pop(number, None)
         if reply.HasField("error"):

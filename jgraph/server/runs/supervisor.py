@@ -577,6 +577,7 @@ class RunSupervisor:
 
     async def _finish(self) -> None:
         """Lets the client, if there is one, do what it needs the ps for."""
+        await self.rescaler.settle()
         error: JGError | None = None
         if self.client is not None:
             try:

@@ -146,7 +146,13 @@ class WorkerSetup:
         return await self.give(handle, suffix, self.ps)
 
     async def give(
-        self, handle: str, suffix: str, ps: int, home: Collection[str] = ()
+        self,
+        handle: str,
+        suffix: str,
+        ps: int,
+        home: Collection[str] = (),
+        *,
+        all_sizes: bool = False,
     ) -> str:
         """Gives all tasks a program, cut for so many ps, under a new name.
 
@@ -155,6 +161,7 @@ class WorkerSetup:
           suffix: of the new name.
           ps: how many.
           home: these tasks have their own parts again.
+          all_sizes: compile for each number of rows that may come, too.
 
         Raises:
           JGError: a task does not answer.
@@ -164,7 +171,7 @@ class WorkerSetup:
             message, tensors = encode_program(self._program(original, home))
             body = pb.RegisterProgram(program=message)
             original = frame(register_program=body, tensors=tensors)
-        await self._register(original, new)
+        await self._register(original, new, all_sizes=all_sizes)
         return new
 
     def program(self, handle: str, ps: int | None = None) -> Program:
@@ -194,8 +201,12 @@ class WorkerSetup:
             raise ConfigError(f"the program '{first}' is not kept")
         return cut[first]
 
-    async def _register(self, program: Frame, handle: str) -> None:
-        body = pb.RegisterProgram(handle=handle, program=body_of(program).program)
+    async def _register(
+        self, program: Frame, handle: str, *, all_sizes: bool = False
+    ) -> None:
+        body = pb.RegisterProgram(
+            handle=handle, program=body_of(program).program, all_sizes=all_sizes
+        )
         request = frame(register_program=body, tensors=program.tensors)
         await self.peers.register(request)
 

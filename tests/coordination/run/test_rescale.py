@@ -17,6 +17,8 @@ from jgraph.coordination.run.rescale import (
     Prepared,
     Rescale,
     Rested,
+    Retire,
+    Retired,
     StateLost,
     Switch,
     Switched,
@@ -38,6 +40,7 @@ EVENTS = st.one_of(
             Moved(),
             NotMoved(LOST),
             Switched(),
+            Retired(),
             StateLost(),
             TimePassed(),
         ]
@@ -89,6 +92,18 @@ def test_loops_that_were_to_end_begin_again(events: list[object]) -> None:
     raise AssertionError("no loop begins again")
 
 
+@given(st.lists(EVENTS, max_size=60))
+def test_nothing_moves_again_before_what_it_left_behind_is_dropped(
+    events: list[object],
+) -> None:
+    rescale, is_left = Rescale(2), False
+    for number, event in enumerate(events):
+        is_left = is_left and not isinstance(event, Retired)
+        said = rescale.handle(event, float(number))  # type: ignore[arg-type]
+        assert not (is_left and any(isinstance(one, Prepare) for one in said))
+        is_left = is_left or any(isinstance(one, Retire) for one in said)
+
+
 @pytest.mark.row(57)
 @given(st.lists(EVENTS, max_size=60))
 def test_what_is_wanted_comes_about_once_nothing_stands_in_its_way(
@@ -102,11 +117,13 @@ def test_what_is_wanted_comes_about_once_nothing_stands_in_its_way(
         now += 2 * MOST_AGAIN_S
         for event in (
             Switched(),
+            Retired(),
             TimePassed(),
             Prepared(),
             Rested(),
             Moved(),
             Switched(),
+            Retired(),
         ):
             rescale.handle(event, now)
     wanted = [2, *(event.ps for event in events if isinstance(event, Wanted))]

@@ -118,7 +118,7 @@ async def dies_when_switched(world: RescaledWorld) -> None:
 
     await asyncio.sleep(world.chance.uniform(STANDBYS_S, 2 * STANDBYS_S))
     kill = partial(kill_master, world)
-    with armed("rescale.switched", cut), armed("rescale.retired", kill):
+    with armed("rescale.told", cut), armed("rescale.switched", kill):
         PsFaults(world).join(world)
         await asyncio.sleep(4 * STANDBYS_S)
 
@@ -132,12 +132,21 @@ def kill_master(world: RescaledWorld) -> None:
 
 async def dies_unheard(world: RescaledWorld) -> None:
     """A master dies before any standby has read of a switch; the client may have."""
-    await dies_with(world, world.chance.choice(["rescale.told", "rescale.retired"]))
+    points = ["rescale.told", "rescale.switched"]
+    if not world.synchronous:  # else the first ps knows of the loop that decides
+        points += ["rescale.retired"] * 2
+    await dies_with(world, world.chance.choice(points))
 
 
 async def all_die_that_know(world: RescaledWorld) -> None:
     """As above, and all ps die with the master: the client alone knows."""
-    await dies_with(world, "rescale.retired", world.staying_ps)
+
+    def that_know() -> list[TaskName]:
+        ps = world.staying_ps()
+        world.moved(len(ps))  # it has just read of it
+        return ps
+
+    await dies_with(world, "rescale.switched", that_know)
 
 
 async def dies_with(
@@ -150,6 +159,9 @@ async def dies_with(
 
     def deafen() -> None:
         world.unread_until = world.clock.now() + UNHEARD_S
+        if point == "rescale.retired":  # loops begin before: who has one is gone
+            for task in set(world.staying()).difference(world.led_by()):
+                world.kill(task, DEAF_S)
 
     def kill() -> None:
         died.set()

@@ -12,14 +12,24 @@ from flax import nnx
 
 import jgraph as jg
 from jgraph.client.cluster import Cluster, connect
+from jgraph.client.runs.follower import RunFollower
 from jgraph.errors import ConfigError, RescaleError
+from jgraph.failpoints import armed
 from jgraph.graph.device import TaskName
+from jgraph.runtime.compiled.compile_cache import SizedExecutable
 from jgraph.runtime.store.ahead import AheadCopy, Part
 from jgraph.server import host_room
 from jgraph.server.members.joining import join_cluster
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.trainer import Trainer
-from tests.support.counting import BATCH, IDS, Ledger, check_together, trainer
+from tests.support.counting import (
+    BATCH,
+    IDS,
+    Ledger,
+    check_together,
+    counted,
+    trainer,
+)
 from tests.support.rescaled import Rescaled, begun
 from tests.support.servers import Servers
 from tests.support.waiting import wait_until
@@ -122,12 +132,12 @@ def test_rows_are_copied_while_training_goes_on_and_those_written_since_again(
 ) -> None:
     rests, rest = list[int](), AheadCopy.rest
 
-    def counted(self: AheadCopy) -> Iterator[Part]:
+    def summed(self: AheadCopy) -> Iterator[Part]:
         parts = list(rest(self))
         rests.append(sum(part.nbytes for part in parts))
         yield from parts
 
-    monkeypatch.setattr(AheadCopy, "rest", counted)
+    monkeypatch.setattr(AheadCopy, "rest", summed)
     ids = np.random.default_rng(1).integers(0, 1 << 15, (32, 16), np.int32)
     there = Trainer(
         Table(),
@@ -156,6 +166,66 @@ def test_rows_are_copied_while_training_goes_on_and_those_written_since_again(
         rows = step(rows)
     ours = jax.tree.leaves(nnx.state(run.model()))[0]
     np.testing.assert_allclose(ours, rows, rtol=1e-4, atol=1e-5)
+    there.close()
+    rescaled.stop()
+
+
+def test_a_ps_that_joins_has_compiled_for_any_number_of_rows_when_loops_end(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else all would wait for that: half a second, on a busy machine."""
+    sizes, compiled = list[tuple[int, ...]](), SizedExecutable._compiled
+    at_rest = list[int]()
+
+    def noted(run: SizedExecutable, of: tuple[int, ...]) -> Any:
+        sizes.append(of)
+        return compiled(run, of)
+
+    monkeypatch.setattr(SizedExecutable, "_compiled", noted)
+    ids = np.random.default_rng(1).integers(0, 1 << 15, (64, 16), np.int32)
+    there = Trainer(
+        Table(),
+        lambda model, batch: ((model(batch) - 1.0) ** 2).mean(),
+        optax.sgd(1.0),
+        cluster=cluster,
+        strategy=jg.AsyncPS(elastic=jg.Elastic(ps=(1, 2))),
+        sparse="lazy",
+    )
+    run = begun(cluster, there, ids, 16)
+    rescaled = Rescaled(cluster, run)
+    with armed("rescale.rested", lambda: at_rest.append(len(sizes))):
+        rescaled.to(2)
+    rescaled.end()
+    assert at_rest == [len(sizes)], sizes[at_rest[0] :]
+    there.close()
+    rescaled.stop()
+
+
+def test_training_goes_on_before_a_client_knows_where_the_variables_are(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what lies where it looks is there until it does."""
+    looks, seen = RunFollower._look_elsewhere, list[Any]()
+
+    def step() -> int:
+        return next(r.step for r in cluster.runs() if r.state == "running")
+
+    def look(follower: RunFollower, *about: Any) -> None:
+        until = step() + 20
+        wait_until(lambda: step() >= until, 8)
+        seen.append(counted(there))
+        looks(follower, *about)
+
+    there = trainer(cluster, jg.AsyncPS(elastic=jg.Elastic(ps=(1, 2))))
+    ledger = Ledger()
+    run = begun(cluster, there, IDS, BATCH)
+    rescaled = Rescaled(cluster, run)
+    monkeypatch.setattr(RunFollower, "_look_elsewhere", look)
+    rescaled.to(2)
+    rescaled.end()
+    assert len(seen) == 1
+    ledger.add(run)
+    assert ledger.check(there) == 0
     there.close()
     rescaled.stop()
 

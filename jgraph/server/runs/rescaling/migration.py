@@ -160,7 +160,12 @@ class RunMigrations:
         if first in attempt.handles:
             return
         try:
-            new = await self._ready.give(handle, attempt.name, attempt.ps)
+            new = await self._ready.give(
+                handle,
+                attempt.name,
+                attempt.ps,
+                all_sizes=not attempt.rested_s,  # else the loops would wait for that
+            )
         except (ClusterUnreachableError, TaskLostError) as error:
             if error.details.get("task") != task or not task:
                 raise

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeAlias, final
 
@@ -23,6 +23,7 @@ from jgraph.coordination.run.rescale import (
     Rescale,
     Rested,
     Retire,
+    Retired,
     StateLost,
     Switch,
     Switched,
@@ -45,7 +46,7 @@ from jgraph.view.units import bytes_text
 
 _LOG: Final = logging.getLogger("jgraph.recover")
 _TELL_S: Final = 10.0
-"""So long loops wait for a client that is there, and does not answer."""
+"""So long variables are kept for a client that is there, and does not answer."""
 _TERM_SHIFT: Final = 32
 """What each master gives up has numbers of its own."""
 Do: TypeAlias = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
@@ -97,6 +98,8 @@ class RunRescaler:
         self._attempt: Migration | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._left_out: set[str] = set()
+        self._notice: asyncio.Task[None] | None = None
+        """Waits until the client, which was told of a switch, has taken note of it."""
         self._is_over = asyncio.Event()
         self._is_over.set()
         self.ps = 0
@@ -167,6 +170,10 @@ class RunRescaler:
     async def lose_state(self) -> None:
         """Gives up a rescale, or waits for its end: a ps is gone, and what it held."""
         self._handle(StateLost())
+        await self._is_over.wait()
+
+    async def settle(self) -> None:
+        """Waits until what a switch left behind is dropped."""
         await self._is_over.wait()
 
     async def tidy(self) -> None:
@@ -301,16 +308,28 @@ class RunRescaler:
         )
         self._peers.note("scaled", text, level=level)
 
-    async def _tell_client(self, leavers: Sequence[TaskName], ps: int) -> None:
-        """Lets the client look for the variables where they are, if it answers soon."""
-        if self._client is None or self._client.is_gone:
-            return
+    def _tell_client(self, attempt: Migration) -> None:
+        """Lets the client look for the variables where they are.
+
+        Nobody waits for that but who drops what lies where they were: what the client
+        is asked from here on it does after.
+        """
+        if self._client is not None and not self._client.is_gone:
+            leavers = self._leavers(attempt)
+            answer = self._client.ask("rescaled", tasks=leavers, ps=attempt.ps)
+            self._notice = self._do(self._hear(answer))
+
+    async def _hear(self, answer: Awaitable[pb.RunAnswer]) -> None:
         with suppress(JGError, TimeoutError):  # else it reads so in the reports
             async with asyncio.timeout(_TELL_S):
-                await self._client.ask("rescaled", tasks=leavers, ps=ps)
+                await answer
+
+    def _leavers(self, attempt: Migration) -> list[TaskName]:
+        return [ps_task(n) for n in self._peers.ps() if n >= attempt.ps]
 
     def _resume(self) -> None:
-        self._is_over.set()
+        if self._attempt is None:  # else something of it is to be dropped yet
+            self._is_over.set()
         left_out, self._left_out = self._left_out, set()
         self._go_on(left_out)
         self.look()
@@ -336,6 +355,8 @@ class RunRescaler:
         self._record.rescale(switch)
         failpoint("rescale.switched")
         self._note(switch)
+        self._tell_client(attempt)
+        self._left_out = attempt.left_out
         self._handle(Switched())
 
     async def _losses_learn(self, ps: int) -> None:
@@ -347,16 +368,18 @@ class RunRescaler:
             self._losses.known.pop(task, None)
 
     async def _retire(self) -> None:
-        attempt, self._attempt = self._attempt, None
+        attempt, notice = self._attempt, self._notice
         assert attempt is not None
-        leavers = [ps_task(n) for n in self._peers.ps() if n >= attempt.ps]
-        # First: what it reads now is there where it looks.
-        await self._tell_client(leavers, attempt.ps)
+        leavers = self._leavers(attempt)
+        if notice is not None:  # first: what the client reads is there where it looks
+            await notice
         await self._migrations.retire(attempt, leavers)
         failpoint("rescale.retired")
         self._switched(leavers)
-        self._left_out = attempt.left_out
         self.ps, self.why = attempt.ps, ""
+        self._attempt = self._notice = None
+        self._is_over.set()
+        self._handle(Retired())
 
 
 def _refused(order: pb.OpenRun, attempt: Migration, error: JGError) -> RescaleError:
