@@ -1,5 +1,6 @@
 """ClusterStatus and TaskStatus: state of a cluster, as plain data and as a table."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self, final
@@ -299,6 +300,7 @@ class ClusterStatus:
       missing: those that did not.
       arrangement: number that grows as tasks join the cluster and leave it; 0: it is
         as it was described.
+      waits: for what runs wait, or why they have not as many ps as they should.
     """
 
     master: TaskName
@@ -306,6 +308,7 @@ class ClusterStatus:
     tasks: tuple[TaskStatus, ...]
     missing: tuple[TaskName, ...]
     arrangement: int = 0
+    waits: tuple[str, ...] = ()
 
     @classmethod
     def from_message(cls, message: pb.ClusterStatus) -> Self:
@@ -316,6 +319,7 @@ class ClusterStatus:
             tasks=tuple(TaskStatus.from_message(task) for task in message.tasks),
             missing=tuple(TaskName(name) for name in message.missing),
             arrangement=message.arrangement,
+            waits=tuple(_waits_of(message.runs)),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -329,8 +333,9 @@ class ClusterStatus:
         }
 
     def explain(self) -> str:
-        """Returns who waits for whom, since when: of the steps that are under way."""
-        return "\n".join(explain({t.task: t.steps for t in self.tasks}, self.missing))
+        """Returns who waits for whom, since when: steps under way, and runs."""
+        steps = explain({t.task: t.steps for t in self.tasks}, self.missing)
+        return "\n".join([*self.waits, *steps])
 
     def __repr__(self) -> str:
         ready = sum(task.state == "ready" for task in self.tasks)
@@ -428,3 +433,18 @@ def wait_of(message: pb.StepWait) -> StepWait:
         drives=message.drives,
         pending=tuple(map(TaskName, message.pending)),
     )
+
+
+def _waits_of(table: pb.RunTable) -> Iterator[str]:
+    """Yields for what the runs of a cluster wait that go on."""
+    for row in table.runs:
+        if row.state != "running":
+            continue
+        least, _ = json.loads(row.info).get("workers") or (0, None)
+        if len(row.workers) < least:
+            yield (
+                f"Run '{row.run}' has {len(row.workers)} of {least} workers that it "
+                "needs, and waits for others."
+            )
+        if row.rescale:
+            yield f"{row.rescale[0].upper()}{row.rescale[1:]}."

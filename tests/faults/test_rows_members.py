@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 
 from jgraph.coordination.liveness.members import LEASE_S
 from jgraph.coordination.liveness.restarts import REPLACED
-from jgraph.errors import RescaleError
+from jgraph.errors import JGError, RescaleError
 from jgraph.failpoints import CRASHED, VARIABLE
 from jgraph.graph.device import TaskName
 from jgraph.launch.local.cluster import LocalCluster
@@ -79,6 +79,27 @@ def checked(there: Any, run: Run, *, together: bool, lost: int = 0) -> None:
         ledger.add(run)
         ledger.check(there, lost=lost)
     there.close()
+
+
+@pytest.mark.row(9)
+def test_an_elastic_run_without_a_worker_waits_for_one_that_joins(fault: Fault) -> None:
+    """Also where nothing starts the lost one again, which the others are told."""
+    cluster = fault.cluster(ps=1, workers=1, elastic=True)
+    there, run = begun(cluster, AsyncPS(elastic=ELASTIC))
+    cluster.kill(WORKERS[0])
+
+    def waits() -> bool:
+        with suppress(JGError):  # the master was asked, and is gone
+            return "0 of 1 workers that it needs, and waits" in cluster.explain()
+        return False
+
+    wait_until(waits)
+    with pytest.raises(RescaleError, match=r"nothing starts it again; start it with"):
+        cluster.scale(workers=2)
+    goes_on(run)
+    assert taking_part(run) == {WORKERS[1]}
+    checked(there, run, together=False, lost=1)
+    fault.names += ["no worker is left"]
 
 
 @pytest.mark.row(42)

@@ -21,6 +21,7 @@ from jgraph.errors import (
     DeadlineError,
     RescaleError,
     TaskLostError,
+    TaskMissingError,
 )
 from jgraph.graph.device import TaskName
 from jgraph.plan.program.replicas import is_own
@@ -333,6 +334,7 @@ class Scaler:
                 return
             if not look % _LOOKS:
                 _check_taken(events.new(), late)
+                self._check_startable(late, polling)
             if not polling.wait():
                 name, tasks = next(iter(late.items()))
                 raise DeadlineError(
@@ -341,6 +343,34 @@ class Scaler:
                     "to compile, and take part when they are ready",
                     pending=tasks,
                 )
+
+    def _check_startable(
+        self, late: Mapping[str, Sequence[TaskName]], polling: Polling
+    ) -> None:
+        """Refuses to wait for workers alone that are lost, and that nobody starts.
+
+        Args:
+          late: those that are waited for, by run.
+          polling: see ``ask_while_replaced``.
+
+        Raises:
+          RescaleError: there are such workers.
+        """
+        waiting = {task for tasks in late.values() for task in tasks}
+        if not waiting.issubset(self._ask(self.cluster.status_now, polling).missing):
+            return
+        try:
+            self.cluster.check_startable()
+        except TaskMissingError as error:
+            lost, names = sorted(waiting), ", ".join(sorted(waiting))
+            count = len(self.cluster.tasks("worker"))
+            raise RescaleError(
+                f"{names} is one of the {count} workers, does not answer, "
+                "and nothing starts it again; start it with cluster.restart("
+                f"'{lost[0]}'), or let it leave the cluster: scale to fewer workers, "
+                "which takes those first that are lost. What runs goes on without",
+                task=lost[0],
+            ) from error
 
     def _wait_moved(self, wanted: int, names: Sequence[str], polling: Polling) -> None:
         """Waits until the variables of all runs lie on so many ps.

@@ -287,10 +287,13 @@ class RunWorkers:
                 self.handle(Failed(error))
                 return
         what = f"no worker is left; the run waits up to {order.wait_s:g} s for one"
+        if self.joiners.is_elastic:
+            what += ": cluster.scale(workers=…), or jgraph server --job worker --join"
         if not self.restarters.is_asked:
             _LOG.warning(what)
         workers = [one.task for one in self.orders.replicas.values()]
-        if self.restarters.learned(workers, what) is not None:
+        nobody = self.restarters.learned(workers, what) is not None
+        if nobody and not self.joiners.is_elastic:  # else another one may join
             self.handle(NobodyComes())
 
     # ------------------------------------------------------------ preparation

@@ -405,6 +405,7 @@ def test_a_ps_that_has_no_memory_for_what_would_move_takes_nothing(
     joined = join_cluster(cluster.target, "ps")
     with pytest.raises(RescaleError, match=r"has 10 B of memory left, and \d+ B of"):
         cluster.scale(ps=2, timeout_s=5)
+    assert "cannot have 2 parameter servers now" in cluster.explain()
     steps = run.steps
     wait_until(lambda: run.steps > steps)
     assert {(one.ps, one.nbytes) for one in run.rescales()} == {(2, 0)}
