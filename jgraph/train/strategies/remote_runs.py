@@ -13,7 +13,7 @@ from jgraph.client.runs.runs import RunInfo
 from jgraph.client.runs.submission import MakeLoops, submit_run
 from jgraph.cluster.loop_messages import ARBITER, DealtData, LoopReport, first_handle
 from jgraph.coordination.data.batch_book import BatchBook
-from jgraph.errors import ClusterError, ConfigError, JGError
+from jgraph.errors import ClusterError, ConfigError, JGError, UnknownDeviceError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.data.data import Dataset
@@ -100,15 +100,32 @@ class RemoteRuns:
           book: where the run begins, if its workers train in step.
         """
         wait = EarlyWait(self._state.cluster, order.wait_s, order.stop)
-        wait.outlive(self.renew_workers)
-        prepared = self.prepare(order.dataset, order.batch_size)
-        if self._elastic is not None:
-            self._elastic.check_count(len(self.workers.tasks))
-        self._check_ps(order)
-        self._of_runs = frozenset(prepared.handles)
-        self.workers.end_feeding()  # of a run that never began
-        self._outlive(prepared, order, partial(self._make_ready, prepared, order, book))
-        return prepared
+        while True:
+            wait.outlive(self.renew_workers)
+            prepared = self.prepare(order.dataset, order.batch_size)
+            if self._elastic is not None:
+                self._elastic.check_count(len(self.workers.tasks))
+            self._check_ps(order)
+            self._of_runs = frozenset(prepared.handles)
+            self.workers.end_feeding()  # of a run that never began
+            make_ready = partial(self._make_ready, prepared, order, book)
+            try:
+                self._outlive(prepared, order, make_ready)
+            except UnknownDeviceError:
+                if not self._has_one_left():
+                    raise
+            else:
+                return prepared
+
+    def _has_one_left(self) -> bool:
+        """Whether a worker has left the cluster since this run was prepared.
+
+        Batches that are cut by the number of workers are not cut anew.
+        """
+        if self._elastic is None or self.variant is not None:
+            return False
+        there = self._state.cluster.renewed_tasks("worker")
+        return not set(self.workers.tasks) <= set(there)
 
     def _make_ready(
         self,

@@ -9,12 +9,14 @@ import pytest
 from jgraph import Variable, function
 from jgraph.client.cluster import Cluster, connect, connect_as_is
 from jgraph.client.runs.scaling import wanted_tasks
+from jgraph.client.session import Session
 from jgraph.errors import ConfigError, DeadlineError, JGError, RescaleError
 from jgraph.graph.device import TaskName
 from jgraph.server import server
 from jgraph.server.members.joining import join_cluster
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.elastic import Elastic
+from jgraph.train.strategies.sync_runner import SyncPS
 from tests.support.counting import BATCH, IDS, after, trainer
 from tests.support.servers import *  # noqa: F403  # fixtures
 from tests.support.servers import Servers
@@ -101,6 +103,31 @@ def test_a_client_whose_master_is_lost_scales_through_another() -> None:
                 "/job:worker/task:1",
             ]
             assert cluster.master == "/job:ps/task:0"
+    finally:
+        servers.stop()
+
+
+@pytest.mark.parametrize("strategy", [AsyncPS, SyncPS])
+def test_a_worker_may_leave_while_a_run_is_prepared(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = Servers(ps=1, worker=2)
+    register = Session.register_all
+    scaled: list[list[TaskName]] = []
+
+    def register_late(session: Session, programs: Any) -> list[str]:
+        if not scaled:
+            scaled.append(client.scale(workers=1))
+        return register(session, programs)
+
+    monkeypatch.setattr(Session, "register_all", register_late)
+    try:
+        with connect(servers.servers[0].target, timeout_s=20) as client:
+            there = trainer(client, strategy(elastic=Elastic()))
+            run = there.fit(IDS, steps=4, batch_size=BATCH, progress=False)
+            assert (run.state, run.steps) == ("done", 4)
+            assert scaled == [["/job:worker/task:0"]]
+            there.close()
     finally:
         servers.stop()
 
