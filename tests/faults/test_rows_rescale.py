@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from jgraph.client.runs.scaling import Scaler
 from jgraph.clock import SystemClock
-from jgraph.errors import JGError
+from jgraph.errors import JGError, RescaleError
 from jgraph.failpoints import CRASHED, ONCE, POINTS, VARIABLE
 from jgraph.graph.device import TaskName
 from jgraph.launch.local.cluster import LocalCluster
@@ -268,6 +269,26 @@ def test_a_task_that_dies_at_each_point_of_a_rescale_is_lost_as_at_any_other_tim
     back = gone_back_to(fault.path, run)
     check_recovered(there, run, back, share=2, torn=2)
     fault.names += ["SIGKILL"]
+    there.close()
+
+
+@pytest.mark.row(57)
+def test_who_asked_for_more_ps_is_told_that_there_are_to_be_fewer_since(
+    fault: Fault,
+) -> None:
+    """The newest number counts; and nobody waits for the one before."""
+    fault.is_noticed = False
+    env = {VARIABLE: "rescale.prepared=sleep:3"}
+    cluster = fault.cluster(ps=1, workers=2, elastic=True, env=env)
+    there, run = begun(cluster, AsyncPS(elastic=ELASTIC))
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(cluster.scale, ps=2)
+        wait_until(lambda: len(cluster.renewed_tasks("ps")) == 2)
+        assert cluster.scale(ps=1) == ["/job:ps/task:0"]
+        with pytest.raises(RescaleError, match=r"asked for 2 .*, and for 1 since"):
+            asked.result(30)
+    goes_on(run)
+    checked(there, run, together=False)
     there.close()
 
 

@@ -378,7 +378,7 @@ class Scaler:
         A leaver that dies before that is needed again, and its next process is told to
         leave as well.
         """
-        number = self.cluster.arrangement
+        number, most = self.cluster.arrangement, 0
         while True:
             late = [
                 run
@@ -387,6 +387,7 @@ class Scaler:
             ]
             if not late:
                 return
+            most = max(most, self._staying_ps(wanted, most, polling))
             if not polling.wait():
                 why = f": {late[0].rescale}" if late[0].rescale else ""
                 raise RescaleError(
@@ -401,6 +402,27 @@ class Scaler:
                 number = self.cluster.arrangement
                 for task in self.cluster.tasks("ps")[wanted:]:
                     self._tell(self.announce, task, polling)
+
+    def _staying_ps(self, wanted: int, most: int, polling: Polling) -> int:
+        """Returns how many ps stay.
+
+        Args:
+          wanted: how many there are to be.
+          most: of how many that was known so far.
+          polling: see ``ask_while_replaced``.
+
+        Raises:
+          RescaleError: somebody has let some of those that are wanted go since.
+        """
+        leaving = set(self._ask(self.cluster.status_now, polling).leaving)
+        there = self.cluster.tasks("ps")
+        stay = len([task for task in there if task not in leaving])
+        if stay < wanted <= max(most, len(there)):
+            raise RescaleError(
+                f"scale was asked for {wanted} parameter servers, and for {stay} "
+                "since, or some have left; what runs has so many as soon as it can"
+            )
+        return stay
 
     def _left_over(
         self,
