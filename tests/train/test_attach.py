@@ -18,6 +18,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 from jgraph.cli import main
 from jgraph.client.cluster import Cluster, connect
 from jgraph.client.runs.runs import wait_saved
+from jgraph.cluster.options import RECORDS_DIR
 from jgraph.errors import (
     ClusterBusyError,
     ConfigError,
@@ -173,6 +174,24 @@ def test_a_detached_run_is_at_its_master_when_fit_returns(
     run = make(cluster, strategy).fit(data(), steps=60, block=False, **options)
     assert len({info.name for info in cluster.runs()} - before) == 1
     assert run.wait(30).steps == 60
+
+
+@pytest.mark.parametrize("durability", ["replica", "log"])
+@pytest.mark.parametrize("strategy", [AsyncPS, SyncPS], ids=["async", "sync"])
+def test_who_attached_to_a_run_with_copies_goes_on_with_copies_of_its_own(
+    strategy: Any,
+    durability: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(RECORDS_DIR, str(tmp_path))
+    options: dict[str, Any] = {"steps": 20, "batch_size": 8, "progress": False}
+    with connected(ps=2, worker=1) as cluster:
+        there = make(cluster, strategy(durability=durability))
+        there.fit(data(), detached=True, **options)
+        found = make(cluster, strategy(durability=durability))
+        assert found.attach(cluster.runs()[-1].name).wait(30).steps == 20
+        assert found.fit(data(), **options).steps == 40
 
 
 def test_a_detached_run_that_does_not_begin_says_so_at_once(

@@ -105,6 +105,7 @@ class Copies:
         # An owner may have lost its part to another one since.
         self._ps = [*self._cluster.tasks("ps"), *self._step.owners]
         self._times += 1
+        self._cluster.reset(*self.streams)  # of who began a run that was attached to
         self._programs = list(programs)
         for src, dst in self._pairs():
             if src != dst:
