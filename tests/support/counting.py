@@ -148,9 +148,12 @@ def check_recovered(
 
 
 def gone_back_to(directory: Path, run: Run) -> Path | None:
-    """Returns the last checkpoint that a run went back to; None: to none."""
-    recoveries = run.recoveries()
-    return directory / str(recoveries[-1].back_to) if recoveries else None
+    """Returns the last checkpoint that a run went back to; None: to none.
+
+    It does not where workers gave the parameters that were lost.
+    """
+    back = [one.back_to for one in run.recoveries() if one.rest_of is None]
+    return directory / str(back[-1]) if back else None
 
 
 def ahead(checkpoint: Path) -> dict[str, float]:
