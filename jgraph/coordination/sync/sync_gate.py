@@ -4,11 +4,16 @@ The arbiter is told of contributions in sets: it can decide nothing before this 
 as many as the last update took, so those that come earlier wait for them, or a while.
 Before the first update they wait for all that were let in.
 
+What replicas say comes in sets, of all that was said at one moment: an update of
+thousands is then a few operations on each set.
+
 Where contributions are summed together with other tasks, see ``group_member``, none is
 told before the sum is here. So what is decided has been summed everywhere.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Final, TypeAlias, final
 
 from jgraph.coordination.sync.aggregation import Step
@@ -21,27 +26,26 @@ _MOST_S: Final = 1.0
 
 @final
 @dataclass(frozen=True, slots=True)
-class StepAsked:
-    """A replica's step wants to read here."""
+class StepsAsked:
+    """Steps of replicas want to read here."""
 
-    step: Step
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ContributionCame:
-    """A step's contribution for a data slot is here."""
-
-    step: Step
-    slot: int
+    steps: Sequence[Step]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class StepEnded:
-    """A step is over here, or was given up."""
+class ContributionsCame:
+    """Contributions are here: for which data slot, by the step that it is of."""
 
-    step: Step
+    slots: Mapping[Step, int]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepsEnded:
+    """Steps are over here, or were given up; of no matter if they contributed."""
+
+    steps: Sequence[Step]
 
 
 @final
@@ -87,9 +91,9 @@ class Summed:
 
 
 Event: TypeAlias = (
-    StepAsked
-    | ContributionCame
-    | StepEnded
+    StepsAsked
+    | ContributionsCame
+    | StepsEnded
     | Decided
     | Voided
     | UpdateApplied
@@ -119,9 +123,9 @@ class Refuse:
 @final
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep what the step contributed."""
+    """Keep what these steps contributed."""
 
-    step: Step
+    steps: tuple[Step, ...]
 
 
 @final
@@ -179,11 +183,11 @@ class SyncGate:
 
     Example:
       >>> gate = SyncGate(version=3)
-      >>> gate.handle(StepAsked(("w0", 1)))
+      >>> gate.handle(StepsAsked([("w0", 1)]))
       [LetIn(steps=(('w0', 1),))]
-      >>> gate.handle(ContributionCame(("w0", 1), slot=8))
-      [Keep(step=('w0', 1)), Tell(steps=(('w0', 1),), version=3, slots=(8,))]
-      >>> gate.handle(StepAsked(("w0", 2)))  # until version 4
+      >>> gate.handle(ContributionsCame({("w0", 1): 8}))
+      [Keep(steps=(('w0', 1),)), Tell(steps=(('w0', 1),), version=3, slots=(8,))]
+      >>> gate.handle(StepsAsked([("w0", 2)]))  # until version 4
       []
     """
 
@@ -203,16 +207,18 @@ class SyncGate:
 
     def handle(self, event: Event) -> list[Instruction]:
         """Takes an event; returns what to do now."""
-        # Three of each replica at every update come first.
-        if isinstance(event, ContributionCame):
-            return self._take(event.step, event.slot)
-        if isinstance(event, StepEnded):
-            if self._inside.pop(event.step, None) is None:
-                self._waiting.pop(event.step, None)
-            return []
-        if isinstance(event, StepAsked):
-            return self._ask(event.step)
-        return self._move_on(event)
+        match event:
+            case ContributionsCame(slots):
+                return self._take(slots)
+            case StepsAsked(steps):
+                return self._ask(steps)
+            case StepsEnded(steps):
+                for step in steps:
+                    if self._inside.pop(step, None) is None:
+                        self._waiting.pop(step, None)
+                return []
+            case _:
+                return self._move_on(event)
 
     def _move_on(
         self, event: Decided | Voided | UpdateApplied | TellDue | Summed | Closed
@@ -223,10 +229,8 @@ class SyncGate:
             case Voided(step):
                 self._contributed.pop(step[0], None)
                 self._steps_taken.discard(step)
-                return [Drop(step), *self._open()]
+                return [Drop(step), *self._let_in(self._ready())]
             case UpdateApplied():
-                self._deciding = False
-                self.version += 1
                 return self._open()
             case TellDue() | Summed():
                 untold = self._flush()
@@ -236,26 +240,29 @@ class SyncGate:
             case Closed(error):
                 return self._close(error)
 
-    def _ask(self, step: Step) -> list[Instruction]:
+    def _ask(self, steps: Sequence[Step]) -> list[Instruction]:
         if self._closed is not None:
-            return [Refuse(step, self._closed)]
-        if self._deciding or not self._may_read(step):
-            self._waiting[step] = None
-            return []
-        return self._let_in((step,))
+            return [Refuse(step, self._closed) for step in steps]
+        self._waiting.update(dict.fromkeys(steps))
+        return self._let_in(self._ready(steps))
 
     def _open(self) -> list[Instruction]:
-        if self._deciding:
-            return []
-        ready = tuple(filter(self._may_read, self._waiting))
-        if len(ready) == len(self._waiting):
-            self._waiting.clear()
-        for step in ready if self._waiting else ():
-            del self._waiting[step]
-        return self._let_in(ready)
+        self._deciding = False
+        self.version += 1
+        # Nobody has contributed to this one.
+        waiting, self._waiting = self._waiting, {}
+        return self._let_in(tuple(waiting))
 
-    def _may_read(self, step: Step) -> bool:
-        return self._contributed.get(step[0], -1) < self.version
+    def _ready(self, among: Sequence[Step] | None = None) -> tuple[Step, ...]:
+        """Takes out those of waiting steps that may read."""
+        if self._deciding:
+            return ()
+        version, contributed = self.version, self._contributed
+        steps = self._waiting if among is None else among
+        ready = tuple([s for s in steps if contributed.get(s[0], -1) < version])
+        for step in ready:
+            del self._waiting[step]
+        return ready
 
     def _let_in(self, steps: tuple[Step, ...]) -> list[Instruction]:
         if not steps:
@@ -263,25 +270,37 @@ class SyncGate:
         self._inside.update(dict.fromkeys(steps, self.version))
         return [LetIn(steps)]
 
-    def _take(self, step: Step, slot: int) -> list[Instruction]:
-        version = self._inside.pop(step, None)
-        if version is None:
-            return []  # of an earlier life of this gate
-        self._contributed[step[0]] = version
+    def _take(self, slots: Mapping[Step, int]) -> list[Instruction]:
+        versions = list(map(self._inside.pop, slots, repeat(None)))
+        if versions.count(self.version) == len(versions):
+            return self._take_of(self.version, slots)  # most often
+        said: list[Instruction] = []
+        # What is kept comes first. What is of no version is of an earlier life.
+        there = {version for version in versions if version is not None}
+        for version in sorted(there, reverse=True):
+            both = zip(slots.items(), versions, strict=True)
+            said += self._take_of(version, {s: n for (s, n), v in both if v == version})
+        return said
+
+    def _take_of(self, version: int, slots: Mapping[Step, int]) -> list[Instruction]:
+        """Takes contributions of steps that were let in at one version."""
+        self._contributed.update(dict.fromkeys([step[0] for step in slots], version))
         if self._closed is not None:
             return []  # nobody decides any more
+        steps = tuple(slots)
         if version < self.version or self._deciding:
-            return [Tell((step,), version, (slot,))]
-        self._steps_taken.add(step)
-        self._untold[step] = slot
+            return [Tell(steps, version, tuple(slots.values()))]
+        is_first = not self._untold
+        self._steps_taken.update(steps)
+        self._untold.update(slots)
         if self._together:
             all_there = len(self._steps_taken) == self._together
-            return [Keep(step), *([Sum(version)] if all_there else [])]
+            return [Keep(steps), *([Sum(version)] if all_there else [])]
         if self._is_enough():
-            return [Keep(step), *self._flush()]
-        if len(self._untold) > 1:
-            return [Keep(step)]
-        return [Keep(step), TellLater(self._tell_s)]
+            return [Keep(steps), *self._flush()]
+        if is_first:
+            return [Keep(steps), TellLater(self._tell_s)]
+        return [Keep(steps)]
 
     def _is_enough(self) -> bool:
         if self._enough is None:
