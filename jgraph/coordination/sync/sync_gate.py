@@ -13,7 +13,6 @@ told before the sum is here. So what is decided has been summed everywhere.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Final, TypeAlias, final
 
 from jgraph.coordination.sync.aggregation import Step
@@ -243,7 +242,8 @@ class SyncGate:
     def _ask(self, steps: Sequence[Step]) -> list[Instruction]:
         if self._closed is not None:
             return [Refuse(step, self._closed) for step in steps]
-        self._waiting.update(dict.fromkeys(steps))
+        for step in steps:  # most often one, or a few
+            self._waiting[step] = None
         return self._let_in(self._ready(steps))
 
     def _open(self) -> list[Instruction]:
@@ -271,7 +271,8 @@ class SyncGate:
         return [LetIn(steps)]
 
     def _take(self, slots: Mapping[Step, int]) -> list[Instruction]:
-        versions = list(map(self._inside.pop, slots, repeat(None)))
+        inside = self._inside
+        versions = [inside.pop(step, None) for step in slots]
         if versions.count(self.version) == len(versions):
             return self._take_of(self.version, slots)  # most often
         said: list[Instruction] = []
@@ -284,7 +285,8 @@ class SyncGate:
 
     def _take_of(self, version: int, slots: Mapping[Step, int]) -> list[Instruction]:
         """Takes contributions of steps that were let in at one version."""
-        self._contributed.update(dict.fromkeys([step[0] for step in slots], version))
+        for replica, _ in slots:
+            self._contributed[replica] = version
         if self._closed is not None:
             return []  # nobody decides any more
         steps = tuple(slots)
