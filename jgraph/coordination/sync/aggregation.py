@@ -616,8 +616,8 @@ class Arbiter:
             late = list(itertools.islice(whole.items(), self.needed, None))
         if not late:
             return whole, late
-        left = dict(late)
-        return {slot: s for slot, s in whole.items() if slot not in left}, late
+        rest = dict(late)
+        return {slot: s for slot, s in whole.items() if slot not in rest}, late
 
     def _finish(self, state: str, error: JGError | None = None) -> list[Instruction]:
         if state == "failed" and self._applying:  # it may be there in part

@@ -89,7 +89,7 @@ class SyncGateShell:
         self._new_asks: dict[StepKey, None] = {}
         self._new_ends: list[StepKey] = []
         # What the machine is told of now: not all is kept.
-        self._told: dict[StepKey, tuple[int, Contribution]] = {}
+        self._pending: dict[StepKey, tuple[int, Contribution]] = {}
         self._refuse_update: Callable[[JGError], None] | None = None
         self._contributions: dict[StepKey, Contribution] = {}
         self._chosen: tuple[Contribution, ...] = ()
@@ -150,7 +150,7 @@ class SyncGateShell:
 
     def keeps(self, step: StepKey) -> bool:
         """Whether what a step contributed waits here for a decision."""
-        return step in self._contributions or step in self._new or step in self._told
+        return step in self._contributions or step in self._new or step in self._pending
 
     def when_settled(self, callback: Callable[[], None]) -> None:
         """Calls back when what is kept now was applied or forgotten."""
@@ -233,12 +233,12 @@ class SyncGateShell:
         self._is_soon = False
         if new := self._new:
             self._new = {}
-            self._told.update(new)
+            self._pending.update(new)
             slots = {step: slot for step, (slot, _) in new.items()}
             self._tell_machine(ContributionsCame(slots))
-            late = self._told.keys() & new
+            late = self._pending.keys() & new
             for step in late:
-                del self._told[step]
+                del self._pending[step]
             if late:
                 self.settle()  # what is not kept waits for no decision
         if ends := self._new_ends:
@@ -279,7 +279,7 @@ class SyncGateShell:
         match instruction:
             case Keep(steps):
                 for step in steps:
-                    self._keep(step, *self._told.pop(step))
+                    self._keep(step, *self._pending.pop(step))
             case Drop(step):
                 self._contributions.pop(step, None)
                 if self.host_sums is not None:
