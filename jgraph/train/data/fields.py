@@ -24,7 +24,8 @@ def as_array(
 
     Raises:
       DataError: no array, of an object or string dtype, with integers too large for
-        JAX's type, or with NaN where it is forbidden.
+        JAX's type or for that of the fractions beside them in a table, or with NaN
+        where it is forbidden.
     """
     array = _array_of(value, field)
     if array.ndim == 0 and (not single or array.dtype.kind == "O"):
@@ -43,7 +44,28 @@ def as_array(
             "check_finite=False",
             field=field,
         )
+    if hasattr(value, "columns"):
+        _check_table(value, array, field)
     return _as_jax_dtype(array, field)
+
+
+def _check_table(table: Any, array: Array, field: str) -> None:
+    """Refuses a table whose whole numbers become others among its fractions."""
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if dtype.kind != "f":
+        return
+    exact = 2 ** (np.finfo(dtype).nmant + 1)
+    for name in table.columns:
+        column = np.asarray(table[name])
+        if column.dtype.kind not in "iu" or not column.size:
+            continue
+        if max(int(column.max()), -int(column.min())) > exact:
+            raise DataError(
+                f"{field} is a table whose columns become one array of {dtype}, which "
+                f"does not hold the whole numbers of '{name}'; give columns by name: "
+                f"{{'x': df[[…]], '{name}': df['{name}']}}",
+                field=field,
+            )
 
 
 def _array_of(value: Any, field: str) -> Array:

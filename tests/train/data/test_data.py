@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pandas as pd
 import pytest
 
 from jgraph.errors import DataError
@@ -78,6 +79,16 @@ def test_data_that_cannot_be_used_is_refused_by_name(data: Any, message: str) ->
     with pytest.raises(DataError, match=message) as caught:
         as_dataset(data)
     assert caught.value.code == "JG-214"
+
+
+def test_whole_numbers_of_a_table_are_not_rounded_among_fractions() -> None:
+    table = pd.DataFrame({"x": [0.5, 1.0], "age": [30, 40], "id": [2**24 + 1, 3]})
+    with pytest.raises(DataError, match=r"float32.*numbers of 'id'.*df\['id'\]"):
+        as_dataset(table)
+    small = as_dataset(table[["x", "age"]]).batches(2)
+    np.testing.assert_array_equal(next(small)[1], [[0.5, 30], [1, 40]])
+    by_name = as_dataset({"x": table[["x", "age"]], "id": table["id"]}).avals(2)
+    assert by_name["id"].dtype == np.int32
 
 
 def test_nan_is_refused_when_asked_to_check() -> None:
