@@ -129,7 +129,7 @@ def one_argument(run: Any) -> None: ...
 CALLBACKS: Any = as_callbacks
 CLUSTER: Any = jg.LocalCluster
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
-    "verbose": (lambda: trainer().fit(X, steps=1, verbose=0), "progress=False shows"),
+    "verbose": (lambda: trainer().fit(X, steps=1, verbose=0), "progress=False to show"),
     "a typo": (lambda: trainer().fit(X, step=1), r"no argument 'step': write steps=…"),
     "a foreign name": (lambda: trainer().fit(X, zorn=1), r"'zorn'; it takes data, y, "),
     "no length": (lambda: trainer().fit((X, Y)), r"give steps=1000, or epochs=10"),

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, final
 
 from jgraph.cluster.methods import Answer
-from jgraph.errors import CopyLostError
-from jgraph.plan.program.nodes import ValueType
+from jgraph.errors import CopyLostError, MalformedMessageError
+from jgraph.plan.program.nodes import ValueType, packed_type
 from jgraph.plan.program.program import StoredVariable
 from jgraph.plan.program.row_values import cuts_of, unpacked
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -96,10 +96,19 @@ class KeptReads:
         """Makes variables of this task of what came in a message."""
         for one in message.values:
             stored = [_stored(variable) for variable in one.variables]
-            value = values[one.place]
-            found = [value]
-            if len(stored) > 1:
-                found = unpacked(value, cuts_of([each.type for each in stored]))
+            if not stored or one.place >= len(values):
+                raise MalformedMessageError(
+                    f"a message of {len(values)} values gives {len(stored)} variables "
+                    f"the value {one.place}"
+                )
+            value, types = values[one.place], [each.type for each in stored]
+            wanted = packed_type(types) if len(types) > 1 else types[0]
+            if (tuple(value.shape), str(value.dtype)) != (wanted.shape, wanted.dtype):
+                raise MalformedMessageError(
+                    f"'{stored[0].name}' is to be made of {value.dtype}"
+                    f"{[*value.shape]}, and takes {wanted}"
+                )
+            found = unpacked(value, cuts_of(types)) if len(types) > 1 else [value]
             self._runtime.store.write(stored, found)
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from jgraph.errors import CopyLostError
+from jgraph.errors import CopyLostError, MalformedMessageError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.nodes import ValueType, packed_type
 from jgraph.plan.program.program import StoredVariable
@@ -104,6 +104,27 @@ def test_what_the_caller_has_becomes_a_variable() -> None:
     request = frame(give_reads=of(0, W, key=""), tensors=[np.full(3, 7, np.float32)])
     call(kept, "GiveReads", request)
     np.testing.assert_array_equal(here.store.read([W])[0], [7, 7, 7])
+
+
+@pytest.mark.parametrize(
+    ("variables", "tensors"),
+    [
+        ((), [np.zeros(3, np.float32)]),
+        ((W,), []),
+        ((W,), [np.zeros(4, np.float32)]),
+        ((W,), [np.zeros(3, np.int32)]),
+        ((V, W), [np.zeros(3, np.float32)]),
+    ],
+    ids=["no variable", "no value", "another shape", "another type", "too few"],
+)
+def test_what_does_not_fit_its_variables_is_refused(
+    variables: tuple[StoredVariable, ...], tensors: list[np.ndarray[Any, Any]]
+) -> None:
+    here, kept = made()
+    request = frame(give_reads=of(0, *variables, key=""), tensors=tensors)
+    with pytest.raises(MalformedMessageError):
+        call(kept, "GiveReads", request)
+    assert not here.store.table()
 
 
 @pytest.mark.parametrize("end", ["reset", "nothing", "anew"])

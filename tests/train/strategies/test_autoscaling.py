@@ -13,7 +13,7 @@ from jgraph.client.cluster import Cluster, connect
 from jgraph.coordination.run.autoscale import RunSample, Scale
 from jgraph.errors import ConfigError
 from jgraph.graph.device import TaskName
-from jgraph.server import task_service
+from jgraph.server import task_facts
 from jgraph.server.members.joining import join_cluster
 from jgraph.server.server import Server
 from jgraph.train.strategies import autoscaling
@@ -118,7 +118,7 @@ def test_a_policy_lets_workers_join_and_leave_within_the_bounds(
 def test_a_ps_is_added_before_one_has_no_memory_left(
     cluster: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_service, "memory_free", lambda: 0.1)
+    monkeypatch.setattr(task_facts, "memory_free", lambda: 0.1)
     policy = jg.AutoScale(window_s=0.3, pause_s=0.0)
     elastic = jg.Elastic(workers=(1, 1), ps=(1, 2), policy=policy)
     trainer = jg.Trainer(
