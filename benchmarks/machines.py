@@ -40,8 +40,6 @@ from jgraph.graph.ir import TaskName
 
 PS: Final = 16
 """Of the update whose milliseconds are printed."""
-TOGETHER: Final = 64
-"""So many workers a gate hears of in one turn of the event loop, where it is busy."""
 BATCHES: Final = 16
 """Batches that a worker asks ``Dispatch`` for at once."""
 
@@ -69,7 +67,7 @@ class Update:
         self._dealt: dict[str, list[Instruction]] = {}
         self._version = 0
         for name in tasks:
-            self._gate.handle(sync_gate.StepsAsked([(name, 0)]))
+            self._gate.handle(sync_gate.StepAsked((name, 0)))
 
     def deal(self) -> None:
         """Deals the batches of ``ROUNDS`` updates to all."""
@@ -106,14 +104,13 @@ class Update:
 
     def came(self) -> list[sync_gate.Event]:
         """Returns what a gate is told of an update: the last of it is decided."""
-        version, names = self._version, list(self._slots)
+        version = self._version
         events: list[sync_gate.Event] = []
-        for first in range(0, len(names), TOGETHER):
-            some = names[first : first + TOGETHER]
-            slots = {(name, version): self._slots[name][version] for name in some}
-            events.append(sync_gate.ContributionsCame(slots))
-            events.append(sync_gate.StepsAsked([(name, version + 1) for name in some]))
-        steps = tuple((name, version) for name in names)
+        for name, slots in self._slots.items():
+            events.append(sync_gate.ContributionCame((name, version), slots[version]))
+            events.append(sync_gate.StepEnded((name, version)))
+            events.append(sync_gate.StepAsked((name, version + 1)))
+        steps = tuple((name, version) for name in self._slots)
         return [*events, sync_gate.Decided(steps), sync_gate.UpdateApplied()]
 
     def let_in(self, events: Sequence[sync_gate.Event]) -> None:
@@ -165,12 +162,13 @@ def gate(workers: int, rounds: int) -> Iterator[int]:
     for version in range(rounds):
         for name in range(workers):
             step = (str(name), version)
-            machine.handle(sync_gate.StepsAsked([step]))
-            machine.handle(sync_gate.ContributionsCame({step: name}))
-            machine.handle(sync_gate.StepsAsked([(str(name), -version - 1)]))
+            machine.handle(sync_gate.StepAsked(step))
+            machine.handle(sync_gate.ContributionCame(step, name))
+            machine.handle(sync_gate.StepEnded(step))
+            machine.handle(sync_gate.StepAsked((str(name), -version - 1)))
         machine.handle(sync_gate.Decided(()))
         machine.handle(sync_gate.UpdateApplied())
-        yield 3 * workers + 2
+        yield 4 * workers + 2
 
 
 def dispatch(workers: int, rounds: int) -> Iterator[int]:

@@ -93,7 +93,6 @@ class TaskService:
             clock=context.clock,
             groups=GroupHost(context, self.events),
             submit=self.shell.submit,
-            soon=lambda act: asyncio.get_running_loop().call_soon(act),
         )
         self._flight = FlightService(context, self.runtime.flight)
         self._facts = facts = TaskFacts(

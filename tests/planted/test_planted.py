@@ -604,8 +604,8 @@ BUGS: Final = {
     ),
     "a contribution is told of before its sum": Bug(
         "coordination/sync/sync_gate.py",
-        "return [Keep(steps), *([Sum(version)] if all_there else [])]",
-        "return [Keep(steps), *self._flush(), *([Sum(version)] if all_there else [])]",
+        "return [Keep(step), *([Sum(version)] if all_there else [])]",
+        "return [Keep(step), *self._flush(), *([Sum(version)] if all_there else [])]",
         f"{TRANSCRIPT}[sync/sync_gate/together]",
     ),
     "an owner averages before all sums of hosts are there": Bug(
@@ -643,14 +643,14 @@ BUGS: Final = {
     ),
     "a replica contributes to an update twice": Bug(
         "coordination/sync/sync_gate.py",
-        "if contributed.get(s[0], -1) < version]",
-        "if contributed.get(s[0], -1) <= version]",
+        "return self._contributed.get(step[0], -1) < self.version",
+        "return self._contributed.get(step[0], -1) <= self.version",
         SYNCHRONOUS,
     ),
     "a batch that counts is dealt again": Bug(
         "coordination/data/batch_book.py",
-        "        self._open.difference_update(places)\n",
-        "        self.given_back.extend(self._open.intersection(places))\n",
+        "        self.done += len(done)\n",
+        "        self.done += len(done)\n        self.given_back.extend(done)\n",
         SYNCHRONOUS,
     ),
     "orders of a master that was replaced are carried out": Bug(

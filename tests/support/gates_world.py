@@ -28,15 +28,15 @@ from jgraph.coordination.sync.aggregation import (
 from jgraph.coordination.sync.sync_gate import (
     Choose,
     Closed,
-    ContributionsCame,
+    ContributionCame,
     Decided,
     Drop,
     Event as GateEvent,
     Keep,
     LetIn,
     Refuse,
-    StepsAsked,
-    StepsEnded,
+    StepAsked,
+    StepEnded,
     SyncGate,
     Tell,
     TellDue,
@@ -114,7 +114,7 @@ class World:
         replica.let_in = set()
         self.slots[replica.step] = replica.batches.popleft()
         for i in range(len(self.gates)):
-            event = StepsAsked([replica.step])
+            event = StepAsked(replica.step)
             self.post(replica.name, f"ps{i}", partial(self.gate, i, event))
 
     def dealt(self, replica: Replica, leases: Sequence[Lease] | None) -> None:
@@ -136,8 +136,7 @@ class World:
         if len(replica.let_in) < len(self.gates):
             return
         for i in range(len(self.gates)):
-            came = ContributionsCame({step: self.slots[step]})
-            for event in (came, StepsEnded([step])):
+            for event in (ContributionCame(step, self.slots[step]), StepEnded(step)):
                 self.post(replica.name, f"ps{i}", partial(self.gate, i, event))
         self.ask(replica)
 
@@ -159,8 +158,8 @@ class World:
                         self.post(me, step[0], partial(self.enter, step, shard))
                 case Refuse(step, _):
                     self.replicas[step[0]].over = True
-                case Keep(steps):
-                    self.kept[shard].update(steps)
+                case Keep(step):
+                    self.kept[shard].add(step)
                 case Drop(step):
                     self.kept[shard].discard(step)
                 case Tell(steps, version, slots):

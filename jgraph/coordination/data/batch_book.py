@@ -125,12 +125,11 @@ class BatchBook:
 
     def finish(self, places: Iterable[int]) -> None:
         """Batches are done; one that was done before counts no more."""
-        before = len(self._open)
-        if self.deaths:
-            for place in self._open.intersection(places):
-                self.deaths.pop(place, None)  # it let its holder live
-        self._open.difference_update(places)
-        self.done += before - len(self._open)
+        done = self._open.intersection(places)
+        self._open -= done
+        self.done += len(done)
+        for place in done.intersection(self.deaths):
+            del self.deaths[place]  # it let its holder live
 
     def undo(self, place: int) -> None:
         """A batch that was done is not, after all."""

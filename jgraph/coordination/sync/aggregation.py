@@ -21,7 +21,6 @@ Source: tensorflow/python/training/sync_replicas_optimizer.py, whose accumulator
 for each variable alone, so that one step may mix sets of replicas.
 """
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ from jgraph.graph.ir import TaskName
 
 Step: TypeAlias = roster.Step
 
-_Whole: TypeAlias = dict[int, Step]
+_Slots: TypeAlias = list[tuple[int, Step]]
 
 
 @final
@@ -593,13 +592,13 @@ class Arbiter:
             return self._invite()
         chosen, late = self._choose(whole)
         del self._whole[self._version]
-        self._chosen = self._data.counted(*chosen)
+        self._chosen = self._data.counted(*(slot for slot, _ in chosen))
         for slot, step in late:
             self._drop(slot, step)
         self._applying = True
         if self._rounds is not None:
-            self.round = self._rounds.over(step[0] for step in chosen.values())
-        return [Decide(self._version, tuple(map(chosen.__getitem__, sorted(chosen))))]
+            self.round = self._rounds.over(step[0] for _, step in chosen)
+        return [Decide(self._version, tuple(step for _, step in sorted(chosen)))]
 
     def _is_enough(self, whole: Mapping[int, Step]) -> bool:
         """Whether an update can be decided."""
@@ -607,17 +606,16 @@ class Arbiter:
             return self._sums.stage == "known"
         return len(whole) >= self.needed
 
-    def _choose(self, whole: _Whole) -> tuple[_Whole, list[tuple[int, Step]]]:
+    def _choose(self, whole: Mapping[int, Step]) -> tuple[_Slots, _Slots]:
         """Returns what is averaged, and what came too late for it."""
-        if self._sums is not None:
-            inside = set(self._sums.inside)
-            late = [one for one in whole.items() if one[1][0] not in inside]
-        else:  # first come, first counted
-            late = list(itertools.islice(whole.items(), self.needed, None))
-        if not late:
-            return whole, late
-        rest = dict(late)
-        return {slot: s for slot, s in whole.items() if slot not in rest}, late
+        there = list(whole.items())
+        if self._sums is None:  # first come, first counted
+            return there[: self.needed], there[self.needed :]
+        inside = set(self._sums.inside)
+        return (
+            [one for one in there if one[1][0] in inside],
+            [one for one in there if one[1][0] not in inside],
+        )
 
     def _finish(self, state: str, error: JGError | None = None) -> list[Instruction]:
         if state == "failed" and self._applying:  # it may be there in part

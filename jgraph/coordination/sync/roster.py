@@ -5,7 +5,6 @@ of numbers of replicas and of step ids, it costs nothing for each of them to rea
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from operator import itemgetter
 from typing import Any, Final, TypeAlias, final, overload
 
 import numpy as np
@@ -15,8 +14,6 @@ Step: TypeAlias = tuple[str, int]
 
 MOST: Final = 2**63 - 1
 """No step has a greater id."""
-
-_HANDLE, _ID = itemgetter(0), itemgetter(1)
 
 Column: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -97,12 +94,11 @@ class Roster:
         """Returns steps as columns; None: one is of a replica that is not here."""
         if isinstance(steps, Steps) and self._is_same(steps.roster):
             return steps
-        handles = map(_HANDLE, steps)
-        try:
-            numbers = np.fromiter(map(self._numbers.__getitem__, handles), np.int64)
-            return Steps(self, numbers, np.fromiter(map(_ID, steps), np.int64))
-        except (KeyError, OverflowError):
+        numbers = list(map(self._numbers.get, (handle for handle, _ in steps)))
+        ids = [step_id for _, step_id in steps]
+        if None in numbers or (ids and max(ids) > MOST):
             return None
+        return Steps(self, np.array(numbers, np.int64), np.array(ids, np.int64))
 
     def number(self, handle: str) -> int:
         """Returns the number of a replica."""

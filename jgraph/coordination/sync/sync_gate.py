@@ -4,14 +4,10 @@ The arbiter is told of contributions in sets: it can decide nothing before this 
 as many as the last update took, so those that come earlier wait for them, or a while.
 Before the first update they wait for all that were let in.
 
-What replicas say comes in sets, of all that was said at one moment: an update of
-thousands is then a few operations on each set.
-
 Where contributions are summed together with other tasks, see ``group_member``, none is
 told before the sum is here. So what is decided has been summed everywhere.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias, final
 
@@ -25,26 +21,27 @@ _MOST_S: Final = 1.0
 
 @final
 @dataclass(frozen=True, slots=True)
-class StepsAsked:
-    """Steps of replicas want to read here."""
+class StepAsked:
+    """A replica's step wants to read here."""
 
-    steps: Sequence[Step]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ContributionsCame:
-    """Contributions are here: for which data slot, by the step that it is of."""
-
-    slots: Mapping[Step, int]
+    step: Step
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class StepsEnded:
-    """Steps are over here, or were given up; of no matter if they contributed."""
+class ContributionCame:
+    """A step's contribution for a data slot is here."""
 
-    steps: Sequence[Step]
+    step: Step
+    slot: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepEnded:
+    """A step is over here, or was given up."""
+
+    step: Step
 
 
 @final
@@ -90,9 +87,9 @@ class Summed:
 
 
 Event: TypeAlias = (
-    StepsAsked
-    | ContributionsCame
-    | StepsEnded
+    StepAsked
+    | ContributionCame
+    | StepEnded
     | Decided
     | Voided
     | UpdateApplied
@@ -122,9 +119,9 @@ class Refuse:
 @final
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep what these steps contributed."""
+    """Keep what the step contributed."""
 
-    steps: tuple[Step, ...]
+    step: Step
 
 
 @final
@@ -182,11 +179,11 @@ class SyncGate:
 
     Example:
       >>> gate = SyncGate(version=3)
-      >>> gate.handle(StepsAsked([("w0", 1)]))
+      >>> gate.handle(StepAsked(("w0", 1)))
       [LetIn(steps=(('w0', 1),))]
-      >>> gate.handle(ContributionsCame({("w0", 1): 8}))
-      [Keep(steps=(('w0', 1),)), Tell(steps=(('w0', 1),), version=3, slots=(8,))]
-      >>> gate.handle(StepsAsked([("w0", 2)]))  # until version 4
+      >>> gate.handle(ContributionCame(("w0", 1), slot=8))
+      [Keep(step=('w0', 1)), Tell(steps=(('w0', 1),), version=3, slots=(8,))]
+      >>> gate.handle(StepAsked(("w0", 2)))  # until version 4
       []
     """
 
@@ -206,18 +203,16 @@ class SyncGate:
 
     def handle(self, event: Event) -> list[Instruction]:
         """Takes an event; returns what to do now."""
-        match event:
-            case ContributionsCame(slots):
-                return self._take(slots)
-            case StepsAsked(steps):
-                return self._ask(steps)
-            case StepsEnded(steps):
-                for step in steps:
-                    if self._inside.pop(step, None) is None:
-                        self._waiting.pop(step, None)
-                return []
-            case _:
-                return self._move_on(event)
+        # Three of each replica at every update come first.
+        if isinstance(event, ContributionCame):
+            return self._take(event.step, event.slot)
+        if isinstance(event, StepEnded):
+            if self._inside.pop(event.step, None) is None:
+                self._waiting.pop(event.step, None)
+            return []
+        if isinstance(event, StepAsked):
+            return self._ask(event.step)
+        return self._move_on(event)
 
     def _move_on(
         self, event: Decided | Voided | UpdateApplied | TellDue | Summed | Closed
@@ -228,8 +223,10 @@ class SyncGate:
             case Voided(step):
                 self._contributed.pop(step[0], None)
                 self._steps_taken.discard(step)
-                return [Drop(step), *self._let_in(self._ready())]
+                return [Drop(step), *self._open()]
             case UpdateApplied():
+                self._deciding = False
+                self.version += 1
                 return self._open()
             case TellDue() | Summed():
                 untold = self._flush()
@@ -239,30 +236,26 @@ class SyncGate:
             case Closed(error):
                 return self._close(error)
 
-    def _ask(self, steps: Sequence[Step]) -> list[Instruction]:
+    def _ask(self, step: Step) -> list[Instruction]:
         if self._closed is not None:
-            return [Refuse(step, self._closed) for step in steps]
-        for step in steps:  # most often one, or a few
+            return [Refuse(step, self._closed)]
+        if self._deciding or not self._may_read(step):
             self._waiting[step] = None
-        return self._let_in(self._ready(steps))
+            return []
+        return self._let_in((step,))
 
     def _open(self) -> list[Instruction]:
-        self._deciding = False
-        self.version += 1
-        # Nobody has contributed to this one.
-        waiting, self._waiting = self._waiting, {}
-        return self._let_in(tuple(waiting))
-
-    def _ready(self, among: Sequence[Step] | None = None) -> tuple[Step, ...]:
-        """Takes out those of waiting steps that may read."""
         if self._deciding:
-            return ()
-        version, contributed = self.version, self._contributed
-        steps = self._waiting if among is None else among
-        ready = tuple([s for s in steps if contributed.get(s[0], -1) < version])
-        for step in ready:
+            return []
+        ready = tuple(filter(self._may_read, self._waiting))
+        if len(ready) == len(self._waiting):
+            self._waiting.clear()
+        for step in ready if self._waiting else ():
             del self._waiting[step]
-        return ready
+        return self._let_in(ready)
+
+    def _may_read(self, step: Step) -> bool:
+        return self._contributed.get(step[0], -1) < self.version
 
     def _let_in(self, steps: tuple[Step, ...]) -> list[Instruction]:
         if not steps:
@@ -270,39 +263,25 @@ class SyncGate:
         self._inside.update(dict.fromkeys(steps, self.version))
         return [LetIn(steps)]
 
-    def _take(self, slots: Mapping[Step, int]) -> list[Instruction]:
-        inside = self._inside
-        versions = [inside.pop(step, None) for step in slots]
-        if versions.count(self.version) == len(versions):
-            return self._take_of(self.version, slots)  # most often
-        said: list[Instruction] = []
-        # What is kept comes first. What is of no version is of an earlier life.
-        there = {version for version in versions if version is not None}
-        for version in sorted(there, reverse=True):
-            both = zip(slots.items(), versions, strict=True)
-            said += self._take_of(version, {s: n for (s, n), v in both if v == version})
-        return said
-
-    def _take_of(self, version: int, slots: Mapping[Step, int]) -> list[Instruction]:
-        """Takes contributions of steps that were let in at one version."""
-        for replica, _ in slots:
-            self._contributed[replica] = version
+    def _take(self, step: Step, slot: int) -> list[Instruction]:
+        version = self._inside.pop(step, None)
+        if version is None:
+            return []  # of an earlier life of this gate
+        self._contributed[step[0]] = version
         if self._closed is not None:
             return []  # nobody decides any more
-        steps = tuple(slots)
         if version < self.version or self._deciding:
-            return [Tell(steps, version, tuple(slots.values()))]
-        is_first = not self._untold
-        self._steps_taken.update(steps)
-        self._untold.update(slots)
+            return [Tell((step,), version, (slot,))]
+        self._steps_taken.add(step)
+        self._untold[step] = slot
         if self._together:
             all_there = len(self._steps_taken) == self._together
-            return [Keep(steps), *([Sum(version)] if all_there else [])]
+            return [Keep(step), *([Sum(version)] if all_there else [])]
         if self._is_enough():
-            return [Keep(steps), *self._flush()]
-        if is_first:
-            return [Keep(steps), TellLater(self._tell_s)]
-        return [Keep(steps)]
+            return [Keep(step), *self._flush()]
+        if len(self._untold) > 1:
+            return [Keep(step)]
+        return [Keep(step), TellLater(self._tell_s)]
 
     def _is_enough(self) -> bool:
         if self._enough is None:

@@ -29,7 +29,7 @@ from jgraph.server.gates.step_columns import (
     steps_of,
 )
 from jgraph.server.gates.sync_gate import SyncGateShell
-from jgraph.server.gates.timers import AGAIN_S, CallLater, Soon, Timer, at_once
+from jgraph.server.gates.timers import AGAIN_S, CallLater, Timer
 from jgraph.server.gates.waits import Waits
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ class Gates:
       clock: tells how long steps wait at the gates.
       groups: of the task; None: it is in none.
       submit: runs work in a thread; None: here, at once.
-      soon: calls back at the end of this turn of the event loop; by default at once.
     """
 
     def __init__(
@@ -74,12 +73,10 @@ class Gates:
         clock: Clock | None = None,
         groups: GroupHost | None = None,
         submit: "Submit | None" = None,
-        soon: Soon = at_once,
     ) -> None:
         self._groups = groups
         self._submit = submit or (lambda work, done, cost: done(work()))
         self._clock = clock or SystemClock()
-        self._soon = soon
         self._task = task
         self._transport = transport
         self._opened = opened
@@ -118,7 +115,7 @@ class Gates:
             tell = partial(self._contributed, name)
             self._opened[name] = SyncGateShell(
                 *(order.version, tell, self._call_later, Waits(self._clock), sums),
-                *(self._host_sums(order), self._soon),
+                self._host_sums(order),
             )
             if sums is not None:
                 sums.begin()

@@ -1,8 +1,4 @@
-"""Gate of one ps in synchronous training, around ``coordination.sync.sync_gate``.
-
-What comes in one turn of the event loop is told to the machine at its end, in sets:
-what thousands of workers say costs little more than what one does.
-"""
+"""Gate of one ps in synchronous training, around ``coordination.sync.sync_gate``."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +8,7 @@ from jgraph.clock import SystemClock
 from jgraph.coordination.sync.sync_gate import (
     Choose,
     Closed,
-    ContributionsCame,
+    ContributionCame,
     Decided,
     Drop,
     Event,
@@ -20,8 +16,8 @@ from jgraph.coordination.sync.sync_gate import (
     Keep,
     LetIn,
     Refuse,
-    StepsAsked,
-    StepsEnded,
+    StepAsked,
+    StepEnded,
     Sum,
     Summed,
     SyncGate,
@@ -37,7 +33,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Tensor
 from jgraph.runtime.gate import Chosen, Contribution
 from jgraph.runtime.rendezvous import StepKey
-from jgraph.server.gates.timers import CallLater, Soon, Timer, at_once
+from jgraph.server.gates.timers import CallLater, Timer
 from jgraph.server.gates.waits import Waits
 
 if TYPE_CHECKING:
@@ -58,7 +54,6 @@ class SyncGateShell:
         here.
       host_sums: sums what leaves this host, and has the sums of others; None: there
         are none.
-      soon: calls back at the end of this turn of the event loop; by default at once.
     """
 
     def __init__(
@@ -69,7 +64,6 @@ class SyncGateShell:
         waits: Waits | None = None,
         sums: "GroupSums | None" = None,
         host_sums: "HostSums | None" = None,
-        soon: Soon = at_once,
     ) -> None:
         self.waits = waits or Waits(SystemClock())
         self.sums = sums
@@ -82,14 +76,8 @@ class SyncGateShell:
         self._asking: dict[
             StepKey, tuple[Callable[[], None], Callable[[JGError], None]]
         ] = {}
-        # What came in this turn of the event loop, and is not told to the machine yet.
-        self._soon = soon
-        self._is_soon = False
-        self._new: dict[StepKey, tuple[int, Contribution]] = {}
-        self._new_asks: dict[StepKey, None] = {}
-        self._new_ends: list[StepKey] = []
-        # What the machine is told of now: not all is kept.
-        self._pending: dict[StepKey, tuple[int, Contribution]] = {}
+        self._new: Contribution = {}
+        self._new_slot = 0
         self._refuse_update: Callable[[JGError], None] | None = None
         self._contributions: dict[StepKey, Contribution] = {}
         self._chosen: tuple[Contribution, ...] = ()
@@ -106,13 +94,13 @@ class SyncGateShell:
         """See ``Gate``."""
         self._asking[step] = let_in, refuse
         self.waits.begin(step)
-        self._new_asks[step] = None
-        self._flush_soon()
+        self._handle(StepAsked(step))
 
     def contribute(self, step: StepKey, slot: int, values: Contribution) -> None:
         """See ``Gate``."""
-        self._new[step] = slot, values
-        self._flush_soon()
+        self._new, self._new_slot = values, slot
+        self._handle(ContributionCame(step, slot))
+        self._new = {}
 
     def ask_update(
         self, let_in: Callable[[], None], refuse: Callable[[JGError], None]
@@ -142,15 +130,11 @@ class SyncGateShell:
         """See ``Gate``."""
         self._asking.pop(step, None)
         self.waits.end(step)
-        if step in self._new_asks:
-            del self._new_asks[step]
-        elif not self.keeps(step):
-            self._new_ends.append(step)
-            self._flush_soon()
+        self._handle(StepEnded(step))
 
     def keeps(self, step: StepKey) -> bool:
         """Whether what a step contributed waits here for a decision."""
-        return step in self._contributions or step in self._new or step in self._pending
+        return step in self._contributions
 
     def when_settled(self, callback: Callable[[], None]) -> None:
         """Calls back when what is kept now was applied or forgotten."""
@@ -165,7 +149,6 @@ class SyncGateShell:
     def applied(self) -> None:
         """See ``Gate``."""
         # First: what is said here travels with what the next steps read.
-        self._flush()
         self.settle()
         self._handle(UpdateApplied())
 
@@ -197,7 +180,6 @@ class SyncGateShell:
 
     def closed(self, error: JGError) -> None:
         """The arbiter decides nothing more."""
-        self._flush()
         self.is_closed = True
         self._end_sums()
         if self._refuse_update is not None:
@@ -209,7 +191,6 @@ class SyncGateShell:
 
     def drop(self) -> None:
         """Ends the gate; nothing more is told."""
-        self._flush()
         self.settle()
         self._end_timer()
         self._end_sums()
@@ -223,36 +204,7 @@ class SyncGateShell:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _flush_soon(self) -> None:
-        if not self._is_soon:
-            self._is_soon = True
-            self._soon(self._flush)
-
-    def _flush(self) -> None:
-        """Tells the machine what came in this turn."""
-        self._is_soon = False
-        if new := self._new:
-            self._new = {}
-            self._pending.update(new)
-            slots = {step: slot for step, (slot, _) in new.items()}
-            self._tell_machine(ContributionsCame(slots))
-            late = self._pending.keys() & new
-            for step in late:
-                del self._pending[step]
-            if late:
-                self.settle()  # what is not kept waits for no decision
-        if ends := self._new_ends:
-            self._new_ends = []
-            self._tell_machine(StepsEnded(ends))
-        if asks := self._new_asks:
-            self._new_asks = {}
-            self._tell_machine(StepsAsked(tuple(asks)))
-
     def _handle(self, event: Event) -> None:
-        self._flush()  # that came before
-        self._tell_machine(event)
-
-    def _tell_machine(self, event: Event) -> None:
         for instruction in self._machine.handle(event):
             self._perform(instruction)
 
@@ -277,9 +229,13 @@ class SyncGateShell:
     def _change(self, instruction: Keep | Drop | Sum | Choose) -> None:
         """Changes what is kept of contributions."""
         match instruction:
-            case Keep(steps):
-                for step in steps:
-                    self._keep(step, *self._pending.pop(step))
+            case Keep(step):
+                values = self._new
+                if self.sums is not None:
+                    values = self.sums.keep(self._machine.version, values)
+                if self.host_sums is not None:
+                    values = self.host_sums.keep(step, self._new_slot, values)
+                self._contributions[step] = values
             case Drop(step):
                 self._contributions.pop(step, None)
                 if self.host_sums is not None:
@@ -295,10 +251,3 @@ class SyncGateShell:
                     self._chosen = (self.sums.joined(self._chosen),)
                 if self.host_sums is not None:
                     self.host_sums.decided(steps)
-
-    def _keep(self, step: StepKey, slot: int, values: Contribution) -> None:
-        if self.sums is not None:
-            values = self.sums.keep(self._machine.version, values)
-        if self.host_sums is not None:
-            values = self.host_sums.keep(step, slot, values)
-        self._contributions[step] = values

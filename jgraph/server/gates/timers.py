@@ -17,11 +17,3 @@ class Timer(Protocol):
 
 CallLater: TypeAlias = Callable[[float, Callable[[], None]], Timer]
 """Calls back after so many seconds."""
-
-Soon: TypeAlias = Callable[[Callable[[], None]], object]
-"""Calls back at the end of this turn of the event loop."""
-
-
-def at_once(act: Callable[[], None]) -> None:
-    """Calls back without waiting; a ``Soon``."""
-    act()

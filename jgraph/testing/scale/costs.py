@@ -47,7 +47,7 @@ class Costs:
       frame_s: of a small frame, at each side.
       step_id_s: of the name of a step in a frame, at each side.
       arbiter_event_s: of an event of the arbiter.
-      gate_event_s: of an event of a gate, of one step.
+      gate_event_s: of an event of a gate.
       dispatch_event_s: of an ask for batches.
       crowding_async: how many times as much a step costs, beside its bytes, while
         ``CROWD`` tasks want the cores of that machine.

@@ -96,7 +96,7 @@ class SynchronousRun:
         elif worker.is_idle:
             step = self._begin(worker)
             for group in self._cluster.groups:
-                asked = partial(self._gate, group, sync_gate.StepsAsked([step]))
+                asked = partial(self._gate, group, sync_gate.StepAsked(step))
                 self._cluster.post(group.processor, self._costs.frame_s, asked)
 
     def _begin(self, worker: SimulatedWorker) -> aggregation.Step:
@@ -119,10 +119,11 @@ class SynchronousRun:
         worker.done += 1
         worker.ended.append(self._cluster.sim.now)
         slot = self._slots.pop(step)
-        events: list[sync_gate.Event] = [sync_gate.ContributionsCame({step: slot})]
+        events: list[sync_gate.Event] = [sync_gate.ContributionCame(step, slot)]
+        events.append(sync_gate.StepEnded(step))
         worker.is_idle = True
         if worker.ready:  # the next step's start travels with this one's values
-            events.append(sync_gate.StepsAsked([self._begin(worker)]))
+            events.append(sync_gate.StepAsked(self._begin(worker)))
         else:
             self._ask(worker)
         groups = self._cluster.groups

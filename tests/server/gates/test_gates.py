@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -213,35 +212,3 @@ def test_who_decides_ends_when_a_ps_is_lost_that_has_contributions() -> None:
                 pass
 
     asyncio.run(run())
-
-
-def test_what_comes_in_one_turn_is_told_as_one_set_and_in_order_with_the_rest() -> None:
-    """Also of a contribution that is late: nobody waits for a decision on it."""
-    told: list[tuple[tuple[str, int], ...]] = []
-    turns: list[Callable[[], None]] = []
-    in_: list[str] = []
-    never: Any = lambda seconds, callback: None
-    gate = SyncGateShell(
-        3, lambda news: told.append(news.steps), never, soon=turns.append
-    )
-    for name in "abc":
-        gate.ask((name, 1), partial(in_.append, name), lambda error: None)
-    gate.ended(("c", 1), done=False)  # it does not wait any more
-    assert not in_
-    [turn] = turns
-    turn()
-    assert in_ == ["a", "b"]
-    turns.clear()
-    settled: list[str] = []
-    for name in "ab":
-        gate.contribute((name, 1), 7, {})
-        assert gate.keeps((name, 1))
-        gate.ended((name, 1), done=True)
-    gate.when_settled(lambda: settled.append("ab"))
-    assert not told
-    gate.decided((("a", 1),))  # it came after them
-    assert told == [(("a", 1), ("b", 1))]
-    assert not settled
-    gate.applied()
-    assert settled == ["ab"]
-    assert not gate.keeps(("b", 1))

@@ -176,7 +176,7 @@ class GatedShard:
             case "read":
                 step = step_of(loop, rest[0])
                 self.readers[step] = src
-                self.take(sync_gate.StepsAsked([step]))
+                self.take(sync_gate.StepAsked(step))
             case "push":
                 step = step_of(loop, rest[0])
                 self.given(step, *rest[3:])
@@ -265,8 +265,8 @@ class GatedShard:
         self, src: TaskName, step: Step, batch: int, versions: tuple[int, ...]
     ) -> None:
         self.came = src, batch, versions
-        self.take(sync_gate.ContributionsCame({step: batch}))
-        self.take(sync_gate.StepsEnded([step]))
+        self.take(sync_gate.ContributionCame(step, batch))
+        self.take(sync_gate.StepEnded(step))
         loop, number = of_loop(step)
         done = ("done", loop, self.life, number)
         if step in self.kept:
@@ -287,7 +287,7 @@ class GatedShard:
                     lost = str(error.details.get("task", ""))
                     refused = ("refused", loop, self.life, number, lost)
                     self.send(self.readers.pop(step), refused)
-                case sync_gate.Keep((step,)):
+                case sync_gate.Keep(step):
                     self.keep_part(step)
                 case sync_gate.Drop(step):
                     self.kept.discard(step)
