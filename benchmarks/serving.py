@@ -6,7 +6,7 @@ figures, ``--only 1 4`` those of these numbers:
 
 1. requests of an empty model against an echo of the same bytes, 1 and 16 callers;
 2. CPU of the server beside mlserver's, by gRPC and REST (see ``serving_peer``);
-3. rows computed together against one by one, a model of 1 ms and a small one;
+3. rows computed together against one by one, a model of 1 ms at least, and a small one;
 4. p99 while versions come against before, of the same architecture and of others, and
    failed requests of all;
 5. seconds from the commit of a version of 100 MB until it is ready, found by looking
@@ -37,6 +37,7 @@ from benchmarks import measure, serving_live, serving_peer
 from benchmarks.peer_process import ROOT
 from jgraph.cluster.polling import Polling
 from jgraph.serving._pb import inference_pb2 as pb
+from jgraph.serving.exported_model import ExportedModel
 
 INFER: Final = "/inference.GRPCInferenceService/ModelInfer"
 READY: Final = "/inference.GRPCInferenceService/ModelReady"
@@ -148,11 +149,35 @@ def noop(models: Path, a: Any) -> list[float]:
 def batchings(models: Path, a: Any) -> list[float]:
     """How much faster rows are answered together than one by one, by model."""
     alone = "[batching]\nmax_rows = 1\n"
-    for name, width, layers in (("small", 16, 2), ("large", WIDE, 2)):
+    layers, row_s = layers_of_a_millisecond(models.with_name("drafts"))
+    made = {"large": (WIDE, layers), "small": (16, 2)}
+    for name, (width, layers) in made.items():
         mlp(models, name, width=width, layers=layers)
         mlp(models, f"{name}_alone", width=width, layers=layers, options=alone)
+    ms = {"large": row_s * 1e3, "small": shortest_s(models / "small", 16) * 1e3}
     with served(models) as server:
-        return [batching(server, name, a) for name in ("large", "small")]
+        return [batching(server, name, a, row_ms=round(ms[name], 3)) for name in made]
+
+
+def layers_of_a_millisecond(models: Path) -> tuple[int, float]:
+    """How many layers make a row of a wide model take as long here; its seconds."""
+    for layers in range(2, 64):
+        mlp(models, f"of_{layers}", width=WIDE, layers=layers)
+        if (row_s := shortest_s(models / f"of_{layers}", WIDE)) >= 1e-3:
+            return layers, row_s
+    raise RuntimeError("64 layers take less than a millisecond")
+
+
+def shortest_s(model: Path, width: int) -> float:
+    """Seconds of the shortest of many answers for a row."""
+    exported, x = ExportedModel(model), np.zeros((1, width), np.float32)
+    exported.predict(x)
+    took = []
+    for _ in range(500):
+        began = time.perf_counter()
+        exported.predict(x)
+        took.append(time.perf_counter() - began)
+    return min(took)
 
 
 def start_and_memory(directory: Path, a: Any) -> list[float]:
@@ -216,7 +241,7 @@ def cold_start(models: Path) -> float:
         return time.perf_counter() - began
 
 
-def batching(server: Any, name: str, a: Any) -> float:
+def batching(server: Any, name: str, a: Any, **facts: float) -> float:
     """How much faster 64 callers are answered together than one by one."""
     width = WIDE if name == "large" else 16
     target = f"127.0.0.1:{server.grpc_port}"
@@ -227,7 +252,9 @@ def batching(server: Any, name: str, a: Any) -> float:
     found = measure.take_turns(ways, a.rounds)
     told = measure.ratio("ratio", found[name], found[f"{name}_alone"])
     together = measure.spread("per_s", found[name])
-    measure.emit("serving", what="batching", model=name, clients=64, **told, **together)
+    measure.emit(
+        "serving", what="batching", model=name, clients=64, **facts, **told, **together
+    )
     return float(told["ratio"])
 
 

@@ -1,12 +1,11 @@
 """Requests of one function on their way: put together, run, taken apart.
 
-The shell of ``coordination.serving.batching``. What is known to be short runs on the
-event loop, since a thread costs more; what is long runs in a thread.
+The shell of ``coordination.serving.batching`` and ``joining``: what is short runs on
+the event loop, since a thread costs more, unless others should join it.
 """
 
 import asyncio
 import itertools
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from jgraph.coordination.serving.batching import (
     Tick,
     WakeAt,
 )
+from jgraph.coordination.serving.joining import Joining
 from jgraph.errors import (
     DeadlineError,
     JGError,
@@ -44,16 +44,10 @@ from jgraph.serving.exported_model import LoadedFunction
 from jgraph.serving.signature import Array, is_finite
 from jgraph.serving.statistics import Statistics
 
-SHORT_S: Final = 0.002
-"""What takes less runs on the event loop."""
 LONG_S: Final = 0.02
 """What takes so long is no short execution that the machine held up."""
 WARM_RUNS: Final = 3
 """Of each number of rows, after the first one, unless one is long."""
-LATEST: Final = 16
-"""Executions of a number of rows of which the shortest says how long one is."""
-ALONE_S: Final = 0.0002
-"""What takes less runs for each request: to wait for others would cost more."""
 
 
 @final
@@ -112,9 +106,7 @@ class FunctionQueue:
         self._numbers = itertools.count()
         self._asked: dict[int, _Asked] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._took_s: dict[int, float] = {}
-        """By number of rows, how long an execution is; see ``_note``."""
-        self._latest_s: dict[int, deque[float]] = {}
+        self._joining = Joining(limits)
 
     @property
     def queued_rows(self) -> int:
@@ -133,7 +125,7 @@ class FunctionQueue:
                 began_s = self._clock.now()
                 self._try(inputs)
                 took_s = self._clock.now() - began_s
-                self._note(rows, took_s)
+                self._joining.took(rows, took_s)
                 if took_s >= LONG_S:
                     break
 
@@ -155,7 +147,8 @@ class FunctionQueue:
             signature = self._function.signature
             return Answered([spec.empty() for spec in signature.outputs])
         function = self._function
-        if not (self._takes_no_time(rows) and isinstance(function, LoadedFunction)):
+        joining = self._joining
+        if not (joining.runs_at_once(rows) and isinstance(function, LoadedFunction)):
             return None
         now = self._clock.now()
         if not self._machine.runs_at_once(rows, deadline, now):
@@ -165,7 +158,7 @@ class FunctionQueue:
     @property
     def is_quick(self) -> bool:
         """Whether some requests need not wait."""
-        return any(map(self._takes_no_time, self._took_s))
+        return self._joining.runs_some_at_once
 
     async def answer(self, inputs: list[Array], rows: int, deadline: float) -> Answered:
         """Returns the answer for a request, with those of others where it waits.
@@ -197,21 +190,6 @@ class FunctionQueue:
         self._succeeded(rows, self._clock.now() - now)
         return answered
 
-    def _note(self, rows: int, took_s: float) -> None:
-        """Notes how long an execution was.
-
-        One that other work of the machine held up says little, and where there is much
-        of it every third one is: the shortest of the latest counts.
-        """
-        latest_s = self._latest_s.get(rows)
-        if latest_s is None:
-            latest_s = self._latest_s[rows] = deque(maxlen=LATEST)
-        latest_s.append(took_s)
-        self._took_s[rows] = min(latest_s)
-
-    def _takes_no_time(self, rows: int) -> bool:
-        return self._took_s.get(rows, SHORT_S) < ALONE_S
-
     def _succeeded(self, rows: int, seconds: float) -> None:
         self._statistics.success.add(seconds)
         self._statistics.rows += rows
@@ -230,7 +208,8 @@ class FunctionQueue:
             statistics.failed(code, self._clock.now() - now)
             raise
         took_s = self._clock.now() - now
-        self._note(rows, took_s)
+        self._joining.took(rows, took_s)
+        self._joining.ran_at_once()
         statistics.ran_alone(took_s)
         self._succeeded(rows, took_s)
         return Answered(outputs)
@@ -298,7 +277,7 @@ class FunctionQueue:
 
     def _expected_wait_s(self) -> int:
         most = self._limits.max_rows
-        took_s = self._took_s.get(most, max(self._took_s.values(), default=1.0))
+        took_s = self._joining.expected_s(most)
         return max(1, round(self.queued_rows / most * took_s / self._limits.slots))
 
     def _execute(self, run: Execute) -> None:
@@ -315,16 +294,13 @@ class FunctionQueue:
         future: asyncio.Future[Answered] | asyncio.Future[tuple[list[Array], float]]
         if not isinstance(function, LoadedFunction):
             future = loop.create_task(function.answer(inputs))
-        elif self._took_s.get(run.bucket, SHORT_S) < SHORT_S:
+        elif self._joining.runs_here(run.bucket):
             try:
                 outputs: Answered | BaseException = Answered(function(inputs))
             except Exception as error:  # noqa: BLE001  # is told to whoever asked
                 outputs = error
             self._done(run, self._clock.now() - ready, outputs)
-            if self._takes_no_time(run.bucket):
-                self._free(run.slot)
-            else:  # requests that have come meanwhile are read first
-                loop.call_soon(self._free, run.slot)
+            loop.call_soon(self._free, run.slot)
             return
         else:
             future = loop.run_in_executor(self._threads, self._timed, function, inputs)
@@ -353,6 +329,8 @@ class FunctionQueue:
                 outputs, took_s = found
                 found = Answered(outputs)
             answered = found
+        others = len(run.pieces) > 1 or self.queued_rows > 0
+        self._joining.ran_aside(had_company=others)
         self._done(run, took_s, answered)
         self._free(run.slot)
 
@@ -379,7 +357,7 @@ class FunctionQueue:
     def _done(
         self, run: Execute, took_s: float, answered: Answered | BaseException
     ) -> None:
-        self._note(run.bucket, took_s)
+        self._joining.took(run.bucket, took_s)
         self._statistics.executions += 1
         self._statistics.compute_infer.add(took_s)
         at = 0

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import jgraph as jg
+from jgraph.coordination.serving import joining
 from jgraph.errors import ArtifactError, ModelInputError
 from jgraph.runtime.files.manifest import checksum
-from jgraph.serving import function_queue, oip_http, tf_http
+from jgraph.serving import oip_http, tf_http
 from jgraph.serving._pb import inference_pb2 as pb
 from jgraph.serving.artifact import FILE, read_manifest
 from jgraph.serving.inference import asked_timeout
@@ -81,7 +82,8 @@ def test_a_bad_body_is_refused_in_a_moment(name: str) -> None:
 def test_bad_bodies_get_an_answer_each_and_harm_nobody(
     quick_s: float, server: jg.ModelServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(function_queue, "ALONE_S", quick_s)
+    monkeypatch.setattr(joining, "SHORT_S", quick_s)
+    monkeypatch.setattr(joining, "WORTH_S", quick_s)
     path = "/v2/models/typed/infer"
     for name, body in bad_inputs.JSON.items():
         status, answer, _ = call(server, "POST", path, body)

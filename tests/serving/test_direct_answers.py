@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 import jgraph as jg
+from jgraph.coordination.serving import joining
 from jgraph.rpc import http_port
-from jgraph.serving import function_queue, oip_http
+from jgraph.serving import oip_http
 from tests.support.http_calls import connected, heard
 from tests.support.waiting import wait_until
 
@@ -20,7 +21,8 @@ X = {"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No model takes so long that it would have to wait."""
-    monkeypatch.setattr(function_queue, "ALONE_S", 10.0)
+    monkeypatch.setattr(joining, "SHORT_S", 10.0)
+    monkeypatch.setattr(joining, "WORTH_S", 10.0)
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ import pytest
 
 from jgraph.clock import SystemClock
 from jgraph.coordination.serving.batching import Limits
+from jgraph.coordination.serving.joining import LATEST, LONELY, LOOK_EVERY
 from jgraph.errors import NonFiniteError, OverloadedError
 from jgraph.serving.exported_model import LoadedFunction
-from jgraph.serving.function_queue import LATEST, FunctionQueue
+from jgraph.serving.function_queue import FunctionQueue
 from jgraph.serving.signature import Array, Signature, TensorSpec
 from jgraph.serving.statistics import Statistics
 
@@ -191,6 +192,41 @@ def test_requests_go_on_without_a_queue_when_some_executions_are_held_up() -> No
         for _ in range(LATEST):
             queue.at_once(x, 1, clock.at + 1)
         assert queue.at_once(x, 1, clock.at + 1) is None  # now it is a long one
+
+
+def test_a_model_whose_rows_cost_less_together_leaves_the_loop_to_those_who_come() -> (
+    None
+):
+    clock, ran_in = Hand(), list[tuple[int, int]]()
+
+    def code(x: Array) -> Sequence[Any]:
+        clock.at += 1e-3  # whatever the number of rows
+        ran_in.append((len(x), threading.get_ident()))
+        return [x * 2]
+
+    async def ask() -> bool:
+        with ThreadPoolExecutor(1) as threads:
+            function = LoadedFunction(SIGNATURE, code, ())
+            queue = FunctionQueue(function, Limits(), Statistics(), clock, threads)
+            queue.warm([np.ones(1, np.float32)])
+            ran_in.clear()
+            x = np.ones(1, np.float32)
+            for _ in range(LONELY + 1):
+                asked = [queue.answer([x], 1, clock.at + 5) for _ in range(9)]
+                await asyncio.gather(*asked)
+            assert not queue.is_quick
+            together = [rows for rows, _ in ran_in]
+            assert together == [1, 8] * (LONELY + 1)
+            assert threading.get_ident() not in {thread for _, thread in ran_in}
+            # Somebody who asks alone is answered at once before long.
+            ran_in.clear()
+            for _ in range(LONELY + LOOK_EVERY + 1):
+                await queue.answer([x], 1, clock.at + 5)
+            here = [thread == threading.get_ident() for _, thread in ran_in]
+            assert here == [False] * LONELY + [True] * LOOK_EVERY + [False]
+            return queue.is_quick
+
+    assert asyncio.run(ask())
 
 
 def test_the_way_to_a_thread_is_no_part_of_an_execution() -> None:
