@@ -82,7 +82,8 @@ class RunLosses:
         task = TaskName(order.task)
         named = TaskName(str(error.details.get("task", "")))
         is_loss = isinstance(error, TaskLostError | ClusterUnreachableError)
-        is_gone = (is_loss and named == task) or has_lost_data(error)
+        has_left = task not in self._peers.tasks()
+        is_gone = (is_loss and named == task) or has_lost_data(error) or has_left
         if is_gone and not (decides or self._holds(task)):
             return LoopLost(order.replica, error)  # whoever else answers
         ready = await ready_tasks(self._peers)

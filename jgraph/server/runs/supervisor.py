@@ -226,6 +226,7 @@ class RunSupervisor:
             self.client.begin()
         for order in ordered:
             self._begin_ordered(order)
+        self.rearranged()  # some may have left since they were ordered
 
     def begin(self, order: pb.RunLoop) -> None:
         """Begins a loop at once."""

@@ -104,11 +104,13 @@ class EarlyLosses:
       state: variables of the run.
       order: what to train.
       forget: called before it is done again: no task may have a program any more.
+      ends: whether to do it again makes no sense, as what is done is of other tasks.
     """
 
     state: RemoteState
     order: Order
     forget: Callable[[], None]
+    ends: Callable[[], bool]
 
     def outlive(self, work: Callable[[], _T]) -> _T:
         """Returns what ``work`` does, which is done again after each loss.
@@ -121,6 +123,8 @@ class EarlyLosses:
         return wait.outlive(work, loses=self._is_loss, renew=self._renew)
 
     def _is_loss(self, error: JGError) -> bool:
+        if self.ends():
+            return False
         if is_loss(error):
             return True
         if isinstance(error, _PERHAPS):

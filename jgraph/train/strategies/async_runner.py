@@ -65,7 +65,7 @@ class AsyncRunner:
 
     def run(self, order: Order) -> Generator[Chunk, None, None]:
         """See ``Runner.run``."""
-        prepared = self.runs.begin(order)
+        prepared, order = self.runs.begin(order)
 
         def make(run: str) -> tuple[list[LoopRequest], pb.OpenGate]:
             requests = self._workers.requests(

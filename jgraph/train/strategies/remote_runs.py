@@ -8,12 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, final
 
+from jgraph.client.runs.failover import ask_with_failover
 from jgraph.client.runs.follower import Owner, RunFollower
 from jgraph.client.runs.runs import RunInfo
 from jgraph.client.runs.submission import MakeLoops, submit_run
 from jgraph.cluster.loop_messages import ARBITER, DealtData, LoopReport, first_handle
 from jgraph.coordination.data.batch_book import BatchBook
-from jgraph.errors import ClusterError, ConfigError, JGError, UnknownDeviceError
+from jgraph.errors import ClusterError, ConfigError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.data.data import Dataset
@@ -86,46 +87,60 @@ class RemoteRuns:
     def renew_workers(self) -> None:
         """Takes note of who has joined the cluster since, or left."""
         elastic, cluster = self._elastic is not None, self._state.cluster
-        if (elastic or cluster.arrangement) and self.workers.renew_tasks():
+        if not (elastic or cluster.arrangement):
+            return
+        if ask_with_failover(cluster, self.workers.renew_tasks):
             self._has_replaced = True
             self._prepared.clear()  # a mean may be of more contributions
 
     def begin(
-        self, order: Order, book: Callable[[], BatchBook] | None = None
-    ) -> Prepared:
+        self,
+        order: Order,
+        *,
+        cut: Callable[[Order], Order] = lambda order: order,
+        book: Callable[[Order], BatchBook] | None = None,
+    ) -> tuple[Prepared, Order]:
         """Makes ready all that a run needs: variables, programs, copies and data.
+
+        A worker that leaves the cluster meanwhile has no part in it.
 
         Args:
           order: what to train.
+          cut: returns that for the workers that there are, of whom batches may hang.
           book: where the run begins, if its workers train in step.
+
+        Returns:
+          The step of the run, and what ``cut`` returned.
         """
         wait = EarlyWait(self._state.cluster, order.wait_s, order.stop)
         while True:
             wait.outlive(self.renew_workers)
-            prepared = self.prepare(order.dataset, order.batch_size)
+            now = cut(order)
+            prepared = self.prepare(now.dataset, now.batch_size)
             if self._elastic is not None:
                 self._elastic.check_count(len(self.workers.tasks))
-            self._check_ps(order)
+            self._check_ps(now)
             self._of_runs = frozenset(prepared.handles)
             self.workers.end_feeding()  # of a run that never began
-            make_ready = partial(self._make_ready, prepared, order, book)
+            begins = None if book is None else partial(book, now)
+            make_ready = partial(self._make_ready, prepared, now, begins)
             try:
-                self._outlive(prepared, order, make_ready)
-            except UnknownDeviceError:
+                self._outlive(prepared, now, make_ready)
+            except JGError:
                 if not self._has_one_left():
                     raise
             else:
-                return prepared
+                return prepared, now
 
     def _has_one_left(self) -> bool:
-        """Whether a worker has left the cluster since this run was prepared.
-
-        Batches that are cut by the number of workers are not cut anew.
-        """
-        if self._elastic is None or self.variant is not None:
-            return False
-        there = self._state.cluster.renewed_tasks("worker")
-        return not set(self.workers.tasks) <= set(there)
+        """Whether a worker has left the cluster since this run was prepared."""
+        cluster = self._state.cluster
+        if self._elastic is not None:
+            with suppress(JGError):  # nobody says so
+                ask = partial(cluster.renewed_tasks, "worker")
+                there = ask_with_failover(cluster, ask)
+                return not set(self.workers.tasks) <= set(there)
+        return False
 
     def _make_ready(
         self,
@@ -175,7 +190,8 @@ class RemoteRuns:
         Raises:
           JGError: see ``EarlyLosses.outlive``; no task has the programs any more.
         """
-        losses = EarlyLosses(self._state, order, partial(self._forget, prepared))
+        forget = partial(self._forget, prepared)
+        losses = EarlyLosses(self._state, order, forget, self._has_one_left)
         try:
             return losses.outlive(work)
         except JGError:

@@ -168,16 +168,18 @@ class SyncRunner:
 
     def run(self, order: Order) -> Generator[Chunk, None, None]:
         """See ``Runner.run``."""
-        if self._strategy.elastic is not None:
-            self.runs.renew_workers()  # on whom the pieces hang
-        piece = self._piece(order.dataset, order.batch_size)
-        order = replace(order, batch_size=piece)
-        prepared = self.runs.begin(
-            order, lambda: self._book(order, self.state.global_step())
+        prepared, order = self.runs.begin(
+            order,
+            cut=self._in_pieces,
+            book=lambda cut: self._book(cut, self.state.global_step()),
         )
         make = partial(self._open_round, prepared, order)
         for chunk in self.runs.run(prepared, order, make, None):
             yield self._in_batches(chunk)
+
+    def _in_pieces(self, order: Order) -> Order:
+        """Returns an order whose batches are pieces for the workers there are."""
+        return replace(order, batch_size=self._piece(order.dataset, order.batch_size))
 
     def _in_batches(self, chunk: Chunk) -> Chunk:
         """Returns a chunk that says of how many batches its updates were."""

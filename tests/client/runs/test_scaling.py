@@ -8,14 +8,15 @@ import pytest
 
 from jgraph import Variable, function
 from jgraph.client.cluster import Cluster, connect, connect_as_is
+from jgraph.client.connection import Connection
 from jgraph.client.runs.scaling import wanted_tasks
-from jgraph.client.session import Session
 from jgraph.errors import ConfigError, DeadlineError, JGError, RescaleError
 from jgraph.graph.device import TaskName
 from jgraph.server import server
 from jgraph.server.members.joining import join_cluster
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.elastic import Elastic
+from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.strategies.sync_runner import SyncPS
 from tests.support.counting import BATCH, IDS, after, trainer
 from tests.support.servers import *  # noqa: F403  # fixtures
@@ -107,26 +108,56 @@ def test_a_client_whose_master_is_lost_scales_through_another() -> None:
         servers.stop()
 
 
-@pytest.mark.parametrize("strategy", [AsyncPS, SyncPS])
-def test_a_worker_may_leave_while_a_run_is_prepared(
-    strategy: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.row(63)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        AsyncPS(elastic=Elastic()),
+        SyncPS(elastic=Elastic()),
+        SyncPS(elastic=Elastic(workers=(1, 4), batch="global")),
+    ],
+    ids=["async", "sync", "global"],
+)
+@pytest.mark.parametrize(
+    ("before", "master"),
+    [
+        ("RegisterProgram", "/job:ps/task:0"),
+        ("RegisterProgram", "/job:worker/task:1"),
+        ("OpenRun", "/job:ps/task:0"),
+        ("RunLoop", "/job:ps/task:0"),
+        ("BeginRun", "/job:ps/task:0"),
+    ],
+)
+def test_a_worker_may_leave_before_a_run_begins(
+    strategy: Strategy, before: str, master: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """While it is prepared, or once it is and the master is told of it.
+
+    Also if it is the master itself.
+    """
     servers = Servers(ps=1, worker=2)
-    register = Session.register_all
-    scaled: list[list[TaskName]] = []
+    call = Connection.call
+    left: list[TaskName] = []
 
-    def register_late(session: Session, programs: Any) -> list[str]:
-        if not scaled:
-            scaled.append(client.scale(workers=1))
-        return register(session, programs)
+    def call_late(there: Connection, method: str, *args: Any, **options: Any) -> Any:
+        if method == f"Master.{before}" and not left:
+            left.append(TaskName("/job:worker/task:1"))
+            other.leave(left[0])
+            if master not in left:  # a master stays until another has its runs
+                wait_until(lambda: len(other.renewed_tasks("worker")) == 1, 20)
+        return call(there, method, *args, **options)
 
-    monkeypatch.setattr(Session, "register_all", register_late)
     try:
-        with connect(servers.servers[0].target, timeout_s=20) as client:
-            there = trainer(client, strategy(elastic=Elastic()))
+        with (
+            connect(servers.server(master).target, timeout_s=20) as client,
+            connect(servers.servers[0].target, timeout_s=20) as other,
+        ):
+            assert client.master == master
+            there = trainer(client, strategy)
+            monkeypatch.setattr(Connection, "call", call_late)
             run = there.fit(IDS, steps=4, batch_size=BATCH, progress=False)
             assert (run.state, run.steps) == ("done", 4)
-            assert scaled == [["/job:worker/task:0"]]
+            assert left
             there.close()
     finally:
         servers.stop()

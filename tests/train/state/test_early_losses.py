@@ -16,7 +16,7 @@ def outlived(errors: list[JGError], wait_s: float) -> tuple[str, int]:
     lock, forgotten = threading.RLock(), []
     state: Any = SimpleNamespace(cluster=cluster, lock=lock, lost_values=list)
     order: Any = SimpleNamespace(wait_s=wait_s, stop=threading.Event())
-    losses = EarlyLosses(state, order, lambda: forgotten.append(True))
+    losses = EarlyLosses(state, order, lambda: forgotten.append(True), lambda: False)
 
     def work() -> str:
         if errors:
