@@ -12,8 +12,8 @@ from jgraph.serving.model_options import ModelOptions
 from jgraph.serving.signature import Array, Signature
 
 Fact: TypeAlias = int | str
-_NOTHING: Final[Mapping[str, Fact]] = MappingProxyType({})
-_NOBODY: Final[Mapping[int, JGError]] = MappingProxyType({})
+NO_FACTS: Final[Mapping[str, Fact]] = MappingProxyType({})
+NOBODY: Final[Mapping[int, JGError]] = MappingProxyType({})
 
 
 @final
@@ -28,8 +28,8 @@ class Answered:
     """
 
     outputs: Sequence[Array]
-    facts: Mapping[str, Fact] = field(default_factory=lambda: _NOTHING)
-    refused: Mapping[int, JGError] = field(default_factory=lambda: _NOBODY)
+    facts: Mapping[str, Fact] = field(default_factory=lambda: NO_FACTS)
+    refused: Mapping[int, JGError] = field(default_factory=lambda: NOBODY)
 
 
 class WaitingFunction(Protocol):

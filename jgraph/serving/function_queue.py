@@ -39,9 +39,9 @@ from jgraph.errors import (
     NonFiniteError,
     OverloadedError,
 )
-from jgraph.serving.answering import Answered, Function
+from jgraph.serving.answering import NO_FACTS, NOBODY, Answered, Function
 from jgraph.serving.exported_model import LoadedFunction
-from jgraph.serving.signature import Array, is_finite
+from jgraph.serving.signature import Array, TensorSpec, is_finite
 from jgraph.serving.statistics import Statistics
 
 LONG_S: Final = 0.02
@@ -97,6 +97,9 @@ class FunctionQueue:
     ) -> None:
         self._refuses_nonfinite = refuses_nonfinite
         self._function = function
+        outputs = enumerate(function.signature.outputs)
+        self._floats = [(n, spec.name) for n, spec in outputs if spec.is_float]
+        """Places and names of outputs that may have values which are not finite."""
         self._limits = limits
         self._statistics = statistics
         self._clock = clock
@@ -107,6 +110,11 @@ class FunctionQueue:
         self._asked: dict[int, _Asked] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._joining = Joining(limits)
+
+    @property
+    def outputs(self) -> Sequence[TensorSpec]:
+        """What the signature of the function says of its outputs."""
+        return self._function.signature.outputs
 
     @property
     def queued_rows(self) -> int:
@@ -191,9 +199,7 @@ class FunctionQueue:
         return answered
 
     def _succeeded(self, rows: int, seconds: float) -> None:
-        self._statistics.success.add(seconds)
-        self._statistics.rows += rows
-        self._statistics.last_ms = int(self._wall.now() * 1000)
+        self._statistics.answered(rows, seconds, self._wall.now())
 
     def _computed(
         self, function: LoadedFunction, inputs: list[Array], rows: int, now: float
@@ -210,9 +216,8 @@ class FunctionQueue:
         took_s = self._clock.now() - now
         self._joining.took(rows, took_s)
         self._joining.ran_at_once()
-        statistics.ran_alone(took_s)
-        self._succeeded(rows, took_s)
-        return Answered(outputs)
+        statistics.ran_alone(rows, took_s, self._wall.now())
+        return Answered(outputs, NO_FACTS, NOBODY)
 
     def _check_finite(self, outputs: Sequence[Array]) -> None:
         """Counts an answer with values that are not finite, or refuses it.
@@ -220,12 +225,12 @@ class FunctionQueue:
         Raises:
           NonFiniteError: the model's options say so.
         """
-        for spec, value in zip(self._function.signature.outputs, outputs, strict=True):
-            if spec.is_float and not is_finite(value):
+        for place, name in self._floats:
+            if not is_finite(outputs[place]):
                 self._statistics.nonfinite += 1
                 if self._refuses_nonfinite:
                     raise NonFiniteError(
-                        f"the output '{spec.name}' has values that are not finite, and "
+                        f"the output '{name}' has values that are not finite, and "
                         "this model answers with none; look at the inputs, or at the "
                         "version"
                     )

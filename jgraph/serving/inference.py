@@ -187,8 +187,8 @@ class Models:
         version = asked.version
         if version.mirror is not None:
             self._mirror(version, asked.signature, asked.values, answered.outputs)
-        specs = version.loaded.function(asked.signature).signature.outputs
-        outputs = [(specs[n], answered.outputs[n]) for n in asked.places]
+        specs, values = asked.queue.outputs, answered.outputs
+        outputs = [(specs[n], values[n]) for n in asked.places]
         return Answer(version.number, outputs, answered.facts)
 
     def _mirror(

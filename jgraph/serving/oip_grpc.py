@@ -308,9 +308,9 @@ class _Reading:
     Attributes:
       version: whose it is; it may go meanwhile.
       request: the first one of the form.
-      slices: where the bytes of each input are, in the order of the function.
-      specs: what the signature says of them.
-      shapes: theirs.
+      inputs: of each input, in the order of the function: its name, where its bytes
+        are, their dtype, and its shape.
+      function: its name.
       outputs: positions of those that are wanted.
       rows: of the request.
       heads: what stands before the bytes of each output, once there was an answer.
@@ -318,23 +318,18 @@ class _Reading:
 
     version: "weakref.ref[ServedVersion]"
     request: pb.ModelInferRequest
-    slices: list[slice]
-    specs: list[TensorSpec]
-    shapes: list[tuple[int, ...]]
+    inputs: list[tuple[str, slice, np.dtype[Any], tuple[int, ...]]]
+    function: str
     outputs: list[int]
     rows: int
     heads: list[bytes] = field(default_factory=list)
 
     def asked(self, version: ServedVersion, data: bytes, deadline: float) -> Asked:
         """Returns a request of the form, whose types were checked with the first."""
-        inputs: list[Array] = [
-            np.frombuffer(data[place], spec.np_dtype).reshape(shape)
-            for place, spec, shape in zip(
-                self.slices, self.specs, self.shapes, strict=True
-            )
-        ]
-        values = {spec.name: one for spec, one in zip(self.specs, inputs, strict=True)}
-        queue = version.queues[version.loaded.default]
+        values: dict[str, Array] = {}
+        for name, place, dtype, shape in self.inputs:
+            values[name] = np.frombuffer(data[place], dtype).reshape(shape)
+        inputs, queue = list(values.values()), version.queues[self.function]
         rows, outputs = self.rows, self.outputs
         return Asked(version, "", values, outputs, queue, inputs, rows, deadline)
 
@@ -398,13 +393,20 @@ class _Form:
         signature = signature_of(version, "")
         values = inputs_of(self.request, signature)
         inputs, rows = signature.ordered(values)
-        order = [list(values).index(spec.name) for spec in signature.inputs]
+        names = list(values)
         return _Reading(
             weakref.ref(version),
             self.request,
-            [slice(*self.places[n]) for n in order],
-            list(signature.inputs),
-            [one.shape for one in inputs],
+            [
+                (
+                    spec.name,
+                    slice(*self.places[names.index(spec.name)]),
+                    spec.np_dtype,
+                    one.shape,
+                )
+                for spec, one in zip(signature.inputs, inputs, strict=True)
+            ],
+            version.loaded.default,
             signature.chosen([one.name for one in self.request.outputs]),
             rows,
         )

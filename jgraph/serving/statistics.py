@@ -61,12 +61,23 @@ class Statistics:
         """Its durations, by name."""
         return {part: getattr(self, part) for part in PARTS}
 
-    def ran_alone(self, seconds: float) -> None:
-        """Counts an execution for one request, which waited for nothing."""
+    def answered(self, rows: int, seconds: float, now: float) -> None:
+        """Counts a request that was answered, at a time of the day."""
+        self.success.add(seconds)
+        self.rows += rows
+        self.last_ms = int(now * 1000)
+
+    def ran_alone(self, rows: int, seconds: float, now: float) -> None:
+        """Counts a request that waited for nothing, and was answered."""
+        ns = int(seconds * 1e9)
         self.executions += 1
+        self.rows += rows
         self.queue.count += 1
         self.compute_input.count += 1
-        self.compute_infer.add(seconds)
+        for part in (self.compute_infer, self.success):
+            part.count += 1
+            part.ns += ns
+        self.last_ms = int(now * 1000)
 
     def failed(self, code: str, seconds: float) -> None:
         """Counts a request that was refused with an error of this code."""

@@ -82,18 +82,15 @@ class Joining:
 
     def runs_at_once(self, rows: int) -> bool:
         """Whether a request of so many rows, for which nobody waits, should run now."""
-        if self.runs_here(rows):
-            return True
-        if self._has_company or self._at_once >= LOOK_EVERY:
+        if self._took_s.get(rows, SHORT_S) >= SHORT_S:
             return False
-        return self._is_short(rows)
+        if self.saved_s < WORTH_S:
+            return True
+        return not self._has_company and self._at_once < LOOK_EVERY
 
     def runs_here(self, rows: int) -> bool:
         """Whether an execution should be on the event loop, whoever else may ask."""
-        return self.saved_s < WORTH_S and self._is_short(rows)
-
-    def _is_short(self, rows: int) -> bool:
-        return self._took_s.get(rows, SHORT_S) < SHORT_S
+        return self.saved_s < WORTH_S and self._took_s.get(rows, SHORT_S) < SHORT_S
 
     def ran_at_once(self) -> None:
         """Notes that a request did."""

@@ -34,7 +34,7 @@ class SizedExecutable:
       check: called with what was compiled, before it is used.
     """
 
-    __slots__ = ("_avals", "_check", "_jitted", "_lock", "_places", "_runs")
+    __slots__ = ("_avals", "_check", "_jitted", "_last", "_lock", "_places", "_runs")
 
     def __init__(
         self, jitted: Any, avals: Sequence[Any], check: Callable[[Any], None]
@@ -44,6 +44,8 @@ class SizedExecutable:
         self._check = check
         self._lock = threading.Lock()
         self._runs: OrderedDict[tuple[int, ...], Any] = OrderedDict()
+        self._last: tuple[tuple[int, ...], Any] | None = None
+        """The sizes that were asked for last, and what runs for them."""
         # One axis for each expression tells all sizes.
         self._places = {
             text: (position, axis)
@@ -64,7 +66,10 @@ class SizedExecutable:
 
     def of(self, args: Sequence[Any]) -> Any:
         """Returns the executable for arguments of these shapes."""
-        sizes = tuple(args[n].shape[axis] for n, axis in self._places.values())
+        sizes = tuple([args[n].shape[axis] for n, axis in self._places.values()])
+        last = self._last
+        if last is not None and last[0] == sizes:
+            return last[1]  # it is the newest already
         with self._lock:
             run = self._runs.get(sizes)
             if run is None:
@@ -75,6 +80,7 @@ class SizedExecutable:
                     self._runs.popitem(last=False)
             else:
                 self._runs.move_to_end(sizes)
+            self._last = sizes, run
         return run
 
     def _compiled(self, sizes: tuple[int, ...]) -> Any:
