@@ -65,9 +65,19 @@ class IdCheck:
 
         self._run = jax.jit(bad_ids).lower(number, number, *leaves).compile()
 
-    def error(self, step: Any, replica: Any, *batch: Array) -> JGError | None:
-        """Returns what to say of a step on this batch; None: each id has a row."""
-        found = np.asarray(self._run(step, replica, *batch))
+    def look(self, step: Any, replica: Any, *batch: Array) -> jax.Array:
+        """Returns, without waiting for it, an id without a row of each lookup."""
+        result: jax.Array = self._run(step, replica, *batch)
+        return result
+
+    def error(self, bad_ids: jax.Array, step: int) -> JGError | None:
+        """Returns what to say of what ``look`` saw; None: each id has a row.
+
+        Args:
+          bad_ids: what it returned.
+          step: whose batch it is.
+        """
+        found = np.asarray(bad_ids)
         if (found == NO_ID).all():
             return None
         column = int(np.argmax(found != NO_ID))

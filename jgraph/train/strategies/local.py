@@ -193,15 +193,29 @@ class LocalRunner:
     def _feeds(
         self, order: Order, compiled: _Compiled, dispatch: Dispatch
     ) -> Iterator[list[Any]]:
-        """Yields what each step takes, up to a batch that none may take."""
-        replica = np.int32(0)
-        for number, batch in enumerate(self._batches(order, dispatch), self._first):
-            step = np.int32(number)
-            if compiled.ids is not None:
-                self._refusal = compiled.ids.error(step, replica, *batch)
-                if self._refusal is not None:
-                    return
-            yield [*batch, step, replica]
+        """Yields what each step takes, up to a batch that none may take.
+
+        The ids of a batch are looked at before the step on the batch before it begins.
+        JAX computes in the order of calls: behind that step, what the look sees would
+        be there only when the step is done, and the next could not be called meanwhile.
+        """
+        ids, replica = compiled.ids, np.int32(0)
+        batches = enumerate(self._batches(order, dispatch), self._first)
+        if ids is None:
+            for number, batch in batches:
+                yield [*batch, np.int32(number), replica]
+            return
+        looks = (
+            (number, batch, ids.look(np.int32(number), replica, *batch))
+            for number, batch in batches
+        )
+        ahead = next(looks, None)
+        while ahead is not None:
+            (number, batch, bad_ids), ahead = ahead, next(looks, None)
+            self._refusal = ids.error(bad_ids, number)
+            if self._refusal is not None:
+                return
+            yield [*batch, np.int32(number), replica]
 
     def _batches(self, order: Order, dispatch: Dispatch) -> Iterator[Iterable[Array]]:
         reader = LeasedBatches(order.dataset.reader(), dispatch.plan)

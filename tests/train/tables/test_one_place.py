@@ -11,7 +11,9 @@ from flax import nnx
 from jgraph.errors import RowIdError
 from jgraph.train.data.data import as_dataset
 from jgraph.train.model.adapters import adapt
+from jgraph.train.step.applied import IdCheck
 from jgraph.train.step.train_step import TrainStep
+from jgraph.train.strategies.local import LocalRunner
 from jgraph.train.trainer import Trainer
 
 ROWS, BATCH = 40, 8
@@ -98,3 +100,24 @@ def test_an_id_without_a_row_is_named_with_its_table_and_changes_nothing(
     for now, then in zip(trainer.current_values(), before, strict=True):
         np.testing.assert_array_equal(now, then)
     assert trainer.fit(DATA, steps=2, batch_size=BATCH, progress=False).steps == 2
+
+
+def test_ids_are_looked_at_before_the_step_on_the_batch_before_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    def note_calls(cls: Any, name: str, word: str) -> None:
+        method = getattr(cls, name)
+
+        def noted(*args: Any) -> Any:
+            calls.append(word)
+            return method(*args)
+
+        monkeypatch.setattr(cls, name, noted)
+
+    note_calls(IdCheck, "look", "look")
+    note_calls(LocalRunner, "_one", "step")
+    trainer = Trainer(TwoTables(), loss, optax.sgd(0.1))
+    trainer.fit(DATA, steps=3, batch_size=BATCH, progress=False)
+    assert calls == ["look", "look", "step", "look", "step", "step"]
