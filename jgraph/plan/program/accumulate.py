@@ -66,18 +66,34 @@ def mean(values: Sequence[np.ndarray[Any, Any]], over: int = 0) -> np.ndarray[An
     first = np.asarray(values[0])
     if first.dtype.kind in "biu":
         return first
-    half = first.dtype.itemsize < 4
+    over = over or len(values)
     result = _aligned(first.size, first.dtype)
     rows = [np.ascontiguousarray(value).reshape(-1) for value in values]
     for start in range(0, first.size, _CHUNK):
         piece = slice(start, start + _CHUNK)
-        total = rows[0][piece].astype(np.float32 if half else first.dtype)
-        for row in rows[1:]:
-            total += row[piece]
+        total = _summed([row[piece] for row in rows], result[piece])
         if over != 1:
-            np.divide(total, over or len(values), out=total)
-        result[piece] = total
+            np.divide(total, over, out=total)
+        if total.dtype != result.dtype:
+            result[piece] = total
     return result.reshape(first.shape)
+
+
+def _summed(
+    values: Sequence[np.ndarray[Any, Any]], out: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """Returns the sum of arrays in their order: ``out``, or float32 of half types."""
+    first, *others = values
+    if out.dtype.itemsize < 4:
+        total = first.astype(np.float32)
+    elif others:  # without a copy of the first
+        total = np.add(first, others.pop(0), out=out)
+    else:
+        total = out
+        total[:] = first
+    for value in others:
+        total += value
+    return total
 
 
 def total(values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
