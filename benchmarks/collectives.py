@@ -6,7 +6,8 @@ cluster, in turns: with ``dense="ps"``, ``dense="workers"``, and beside PyTorch'
 workers: milliseconds of a step, and the ratio of each way to ``workers``, by rounds.
 With ``--xla`` XLA's own collectives (``dense="xla"``) take a turn as well.
 With ``--model wide_deep`` two tables of 100,000 rows lie on the ps beside the dense
-part.
+part. With ``--line 200`` each task, the ps too, is behind a line of its own of so many
+Mbit/s each way, as on a host of its own.
 
 ``--kill``: a worker is killed, of whose part the next one has a copy: milliseconds
 between the updates before and after.
@@ -16,8 +17,8 @@ between the updates before and after.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,10 @@ import jgraph as jg
 from benchmarks import measure
 from benchmarks.peer_process import Peer, installed
 from benchmarks.rows import Line, Lines, Row, print_rows
+from jgraph.client.cluster import Cluster
+from jgraph.cluster import event_loop
+from jgraph.cluster.spec import ClusterSpec
+from jgraph.testing.tcp_proxy import TcpProxy
 from jgraph.train.run.run import Run
 from jgraph.train.strategies.options import Dense
 
@@ -75,7 +80,7 @@ def loss(model: Any, ids: Any) -> Any:
 
 
 def trainer(
-    cluster: jg.LocalCluster, model: str, mb: float, dense: Dense, **options: Any
+    cluster: Cluster, model: str, mb: float, dense: Dense, **options: Any
 ) -> jg.Trainer:
     """Returns a Trainer whose update needs no state: bytes are what it costs."""
     strategy = jg.SyncPS(dense=dense, **options)
@@ -105,7 +110,9 @@ def compare(a: Any, workers: int) -> None:
     data, figures = ids(), dict[str, Any]()
     with ExitStack() as stack:
         cluster = stack.enter_context(
-            jg.LocalCluster(ps=a.ps, workers=workers, transport=a.transport)
+            jg.connect(stack.enter_context(behind_lines(a.ps, workers, a.line)))
+            if a.line
+            else jg.LocalCluster(ps=a.ps, workers=workers, transport=a.transport)
         )
         ways: dict[str, Callable[[], float]] = {}
         kinds: list[Dense] = ["workers", "ps"]
@@ -115,7 +122,7 @@ def compare(a: Any, workers: int) -> None:
             there = trainer(cluster, a.model, a.mb, dense)
             there.fit(data, steps=3, batch_size=BATCH, progress=False)
             ways[dense] = partial(step_ms, there, data, a.steps)
-        if a.model == "dense" and PEER in installed():
+        if a.model == "dense" and not a.line and PEER in installed():
             options = ["--kind=dense", f"--mb={a.mb}", f"--workers={workers}"]
             peer = stack.enter_context(Peer(PEER, [*options, "--ps=0"]))
             peer.run(workers, 3)
@@ -131,11 +138,52 @@ def compare(a: Any, workers: int) -> None:
         mb=a.mb,
         ps=a.ps,
         workers=workers,
-        transport=a.transport,
+        transport="network" if a.line else a.transport,
+        line=a.line,
         rounds=a.rounds,
         steps=a.steps,
         **figures,
     )
+
+
+@contextmanager
+def behind_lines(ps: int, workers: int, mbit: float) -> Iterator[str]:
+    """Tasks in this process, each behind a line; gives what a client connects to."""
+    names = [*(("ps", n) for n in range(ps)), *(("worker", n) for n in range(workers))]
+    with ExitStack() as stack:
+        line = partial(_line, stack, mbit)
+        servers = [
+            stack.enter_context(
+                jg.Server({job: {n: "127.0.0.1:0"}}, job, n, transport="network")
+            )
+            for job, n in names
+        ]
+        towards = [line(server.address) for server in servers]
+        for own, server in enumerate(servers):
+            # What leaves a task takes turns, and then turns of where it arrives.
+            leaving: TcpProxy | None = None
+            spec: dict[str, list[str]] = {}
+            for other, (job, _) in enumerate(names):
+                address = server.address
+                if other != own:
+                    leaving = line(towards[other].address, leaving)
+                    address = leaving.address
+                spec.setdefault(job, []).append(address)
+            server.set_cluster(ClusterSpec(spec))
+        yield servers[0].target
+
+
+def _line(
+    stack: ExitStack, mbit: float, address: str, beside: TcpProxy | None = None
+) -> TcpProxy:
+    """Returns a line to an address, or more of the line of another one."""
+    proxy = TcpProxy(address)
+    proxy.bytes_per_s = mbit * 1e6 / 8
+    if beside is not None:
+        proxy.free_at = beside.free_at
+    event_loop.run(proxy.__aenter__())
+    stack.callback(lambda: event_loop.run(proxy.__aexit__()))
+    return proxy
 
 
 class Killer:
@@ -253,6 +301,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--ps", type=int, default=1)
     parser.add_argument("--workers", type=int, nargs="+", default=[2])
     parser.add_argument("--transport", choices=["auto", "network"], default="auto")
+    parser.add_argument("--line", type=float, default=0, help="Mbit/s of each task")
     parser.add_argument("--steps", type=int, default=8, help="of a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--xla", action="store_true", help="XLA's collectives, too")

@@ -97,6 +97,30 @@ SYNC_ARGUMENTS: Final[Mapping[str, str]] = {
     "prefetch": "AsyncPS(prefetch=1); the parameters of the next synchronous step are "
     "not there before the update",
 }
+LOCAL_ARGUMENTS: Final[Mapping[str, str]] = {
+    "h": "sync_every=500",
+    "inner": "the optimizer of the Trainer, which is the inner one: jg.Trainer(model, "
+    "loss, optax.adamw(1e-3), …)",
+    "local_epochs": "sync_every=500, in steps; jg.Federated has local_epochs=",
+    "local_steps": "sync_every=500",
+    "outer_optimizer": "outer=optax.sgd(0.7, momentum=0.9, nesterov=True)",
+    "outer_tx": "outer=optax.sgd(0.7, momentum=0.9, nesterov=True)",
+    "replicas_to_aggregate": "backup_workers=1",
+    "secure_sum": "jg.Federated(secure_sum=jg.SecureSum(…))",
+    "staleness": "max_staleness=4",
+    "steps": "sync_every=500",
+}
+FEDERATED_ARGUMENTS: Final[Mapping[str, str]] = {
+    "clients_per_round": "fraction=0.1, min_clients=8",
+    "epochs": "local_epochs=5",
+    "fraction_fit": "fraction=0.1",
+    "min_fit_clients": "min_clients=8",
+    "mu": "proximal=0.01",
+    "proximal_mu": "proximal=0.01",
+    "secure": "secure_sum=jg.SecureSum(…)",
+    "sync_every": "local_epochs=1; jg.LocalSGD has sync_every=",
+    "timeout_s": "round_timeout_s=600",
+}
 
 
 def naming_arguments(

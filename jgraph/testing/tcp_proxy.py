@@ -39,6 +39,7 @@ class TcpProxy:
       bytes_per_s: so much passes each way at most, of connections that are made from
         now on together; more waits, as at the end of a slow line, and ``delay_s``
         comes on top of each byte once. 0: without bound.
+      free_at: when the line is free, either way; proxies that have one are one line.
       flips: so many times one bit of what passes next, either way, is another.
       held: set when something arrived that is not passed on, because it is silent.
 
@@ -63,7 +64,7 @@ class TcpProxy:
         self.watch: Callable[[bytes], object] = len
         self.delay_s = 0.0
         self.bytes_per_s = 0.0
-        self._free_at = {True: 0.0, False: 0.0}  # either way
+        self.free_at = {True: 0.0, False: 0.0}  # either way
         self.flips = 0
         self.held = asyncio.Event()
         self._passes = asyncio.Event()
@@ -193,9 +194,9 @@ class TcpProxy:
                 chunk = await source.read(_LINE_CHUNK)
             except OSError:
                 chunk = b""
-            began = max(now(), self._free_at[is_back])
-            self._free_at[is_back] = began + len(chunk) / self.bytes_per_s
-            await asyncio.sleep(self._free_at[is_back] - now())
+            began = max(now(), self.free_at[is_back])
+            self.free_at[is_back] = began + len(chunk) / self.bytes_per_s
+            await asyncio.sleep(self.free_at[is_back] - now())
             line.put_nowait((now() + self.delay_s, chunk))
 
     async def _led_here(self, chunk: bytes) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jgraph.errors import TaskLostError
+from jgraph.errors import ClusterUnreachableError
 from jgraph.failpoints import CRASHED, ONCE, VARIABLE
 from jgraph.launch.local.cluster import LocalCluster
 from jgraph.train.checkpoint.checkpoints import Checkpoints
@@ -291,7 +291,8 @@ def test_a_fit_begins_while_somebody_stands_in_for_an_owner_if_that_comes_back(
         assert run.state == "done"
         assert not run.recoveries()
     else:
-        with pytest.raises(TaskLostError, match=f"{WORKER} does not answer"):
+        words = f"{WORKER} does not answer.*start it again"
+        with pytest.raises(ClusterUnreachableError, match=words):
             go_on(wait_s=30)
     check_recovered(there, run, share=3)
     there.close()

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 from jgraph.coordination.sync.rounds import RoundRule
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, hints
 from jgraph.graph.sharding import Partitioner
 from jgraph.plan.placement.spread import PlacementFunction
 from jgraph.train.counts import as_ints, is_count, is_duration
@@ -19,6 +19,7 @@ from jgraph.train.step.compress import GradientDtype
 from jgraph.train.step.local_steps import INNER_STATES, InnerState, LocalRule
 from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.local_sgd import (
+    check_batch_stays,
     check_one_of,
     check_outer,
     check_own_state,
@@ -136,6 +137,7 @@ class Federated:
         check_one_of("weight", self.weight, CLIENT_WEIGHTS)
         check_one_of("inner_state", self.inner_state, INNER_STATES)
         _ = self.rounds  # refuses what a SyncPS does
+        check_batch_stays(self.elastic, "Federated")
         self._check_privacy()
         self._check_secure()
 
@@ -235,6 +237,9 @@ class Federated:
 
     def _repr_html_(self) -> str:
         return markup.data(self)
+
+
+hints.name_fields(Federated, hints.FEDERATED_ARGUMENTS)
 
 
 def _is_real(value: object) -> bool:

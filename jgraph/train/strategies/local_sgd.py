@@ -6,7 +6,7 @@ from typing import Final, Literal, TypeAlias, final, get_args
 
 import optax
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, hints
 from jgraph.graph.sharding import Partitioner
 from jgraph.plan.placement.spread import PlacementFunction
 from jgraph.train.counts import as_ints, is_count, is_duration, is_share
@@ -15,6 +15,7 @@ from jgraph.train.privacy.options import Privacy, check_privacy
 from jgraph.train.state.durability import Durability
 from jgraph.train.step.compress import GradientDtype
 from jgraph.train.step.local_steps import INNER_STATES, InnerState, LocalRule
+from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.options import AsyncPS, Dense, SyncPS, check_private
 from jgraph.view import markup
 
@@ -91,6 +92,7 @@ class LocalSGD:
       gradient_dtype: as what contributions travel, as for ``SyncPS``.
       durability: what a run still has when a ps is lost, as for ``SyncPS``.
       dense: who holds the parameters and the state of ``outer``, as for ``SyncPS``.
+      elastic: lets workers join and leave between two rounds, as for ``SyncPS``.
       privacy: ``Privacy(unit="client", …)`` hides what each worker contributes.
 
     Raises:
@@ -121,6 +123,7 @@ class LocalSGD:
     gradient_dtype: GradientDtype | None = None
     durability: Durability = "checkpoint"
     dense: Dense = "ps"
+    elastic: Elastic | None = None
     privacy: Privacy | None = None
 
     def __post_init__(self) -> None:
@@ -145,6 +148,7 @@ class LocalSGD:
         ]:
             check_one_of(name, value, known)
         _ = self.rounds  # refuses what a SyncPS does
+        check_batch_stays(self.elastic, "LocalSGD")
         self._check_privacy()
         self._check_staleness()
         self._check_fragments()
@@ -206,6 +210,7 @@ class LocalSGD:
             (f"inner_state={self.inner_state!r}", self.inner_state != "keep"),
             ("max_staleness", self.max_staleness is not None),
             ("dense", self.dense != "ps"),
+            ("elastic", self.elastic is not None),
             ("privacy", self.privacy is not None),
             ("gradient_dtype", self.gradient_dtype is not None),
         ]:
@@ -255,6 +260,7 @@ class LocalSGD:
             gradient_dtype=self.gradient_dtype,
             durability=self.durability,
             dense=self.dense,
+            elastic=self.elastic,
         )
 
     @property
@@ -270,6 +276,7 @@ class LocalSGD:
             placement=self.placement,
             gradient_dtype=self.gradient_dtype,
             durability=self.durability,
+            elastic=self.elastic,
         )
 
     def rule(self, tx: Optimizer) -> LocalRule:
@@ -297,6 +304,9 @@ class LocalSGD:
         return markup.data(self)
 
 
+hints.name_fields(LocalSGD, hints.LOCAL_ARGUMENTS)
+
+
 def check_outer(outer: object) -> None:
     """Refuses what applies no update.
 
@@ -307,6 +317,19 @@ def check_outer(outer: object) -> None:
         raise ConfigError(
             f"outer is {outer!r:.60}; give an optax optimizer, for example "
             "optax.sgd(0.7, momentum=0.9, nesterov=True)"
+        )
+
+
+def check_batch_stays(elastic: Elastic | None, name: str) -> None:
+    """Refuses that who joins takes some of a batch of all, as each has its own.
+
+    Raises:
+      ConfigError: it would.
+    """
+    if elastic is not None and elastic.batch == "global":
+        raise ConfigError(
+            f"{name} with jg.Elastic(batch='global'): a worker takes batches of its "
+            "own, however many workers there are; leave out batch="
         )
 
 

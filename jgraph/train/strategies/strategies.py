@@ -118,7 +118,7 @@ def arrangement_on(
 
 def elastic_of(strategy: Strategy) -> Elastic | None:
     """Returns how many tasks a run may have; None: those that it begins with."""
-    return strategy.elastic if isinstance(strategy, AsyncPS | SyncPS) else None
+    return None if isinstance(strategy, Local) else strategy.elastic
 
 
 def together_of(strategy: Strategy) -> SyncPS | None:

@@ -58,21 +58,24 @@ def cluster() -> Iterator[Cluster]:
     servers.stop()
 
 
-def trained_on(cluster: Cluster, strategy: jg.SyncPS, tx: Any) -> Trainer:
+def trained_on(cluster: Cluster, strategy: jg.SyncPS | jg.LocalSGD, tx: Any) -> Trainer:
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
     return Trainer(model, loss, tx, cluster=cluster, strategy=strategy)
 
 
-@pytest.mark.parametrize("backups", [0, 1])
+@pytest.mark.parametrize(
+    ("made", "backups"), [(jg.SyncPS, 0), (jg.SyncPS, 1), (jg.LocalSGD, 0)]
+)
 def test_each_update_is_that_of_plain_jax_on_the_same_examples(
-    cluster: Cluster, backups: int
+    cluster: Cluster, made: type[jg.SyncPS | jg.LocalSGD], backups: int
 ) -> None:
+    """Rounds of one step of SGD are such updates, too."""
     tx, joined = optax.sgd(1e-2), list[Server]()
     while len(joined) < backups:  # as many more to begin with
         joined.append(join_cluster(cluster.target, "worker"))
     cluster.refresh()
     elastic = jg.Elastic(workers=(1 + backups, 4))
-    strategy = jg.SyncPS(elastic=elastic, backup_workers=backups)
+    strategy = made(elastic=elastic, backup_workers=backups)
     trainer = trained_on(cluster, strategy, tx)
     run = trainer.fit(DATA, steps=10**6, batch_size=BATCH, block=False, progress=False)
     joined += two_join_and_one_leaves(cluster.target, run)

@@ -26,6 +26,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.train.data.source import Source
 from jgraph.train.privacy.accounting import epsilon_of
 from jgraph.train.privacy.options import Privacy
+from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.federated import Federated
 from jgraph.train.trainer import Trainer
 from tests.support.models import NnxMLP, cross_entropy, data, parameters
@@ -259,6 +260,7 @@ def test_what_cannot_be_is_refused_in_words(
     cluster: Cluster, source: Source, tmp_path: Path
 ) -> None:
     wrong: Any
+    globally = Elastic(workers=(1, 4), batch="global")
     for name, wrong, words in [
         ("local_epochs", 0, "local_epochs is 0; give the passes over"),
         ("min_clients", 1.5, "min_clients is 1.5; give the contributions"),
@@ -270,6 +272,8 @@ def test_what_cannot_be_is_refused_in_words(
         ("outer", "sgd", "outer is 'sgd'; give an optax optimizer"),
         ("weight", "steps", "weight is 'steps'; give 'examples' or 'equal'"),
         ("inner_state", "no", "inner_state is 'no'; give 'keep', 'average' or 'reset'"),
+        ("secure", True, "Federated has no argument 'secure': write secure_sum=jg.Sec"),
+        ("elastic", globally, "a worker takes batches of its own, .* leave out batch="),
     ]:
         with pytest.raises(ConfigError, match=words):
             Federated(**{name: wrong})

@@ -23,6 +23,7 @@ from jgraph.plan.program.nodes import (
     outputs_of,
 )
 from jgraph.train.step.fragments import fragment_rows
+from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.local_sgd import LocalSGD
 from jgraph.train.trainer import Trainer
 from tests.support.models import (
@@ -394,6 +395,7 @@ def test_fragments_that_cannot_be_are_refused_in_words(cluster: Cluster) -> None
         ({"fragments": 2, "inner_state": "reset"}, "not go with inner_state='reset'"),
         ({"fragments": 2, "dense": "workers"}, "does not go with dense"),
         ({"fragments": 2, "gradient_dtype": "int8"}, "not go with gradient_dtype"),
+        ({"fragments": 2, "elastic": Elastic()}, "does not go with elastic"),
         ({"overlap": 1, "sync_every_s": 1.0}, "does not go with sync_every_s"),
         ({"overlap": 1, "max_staleness": 1}, "does not go with max_staleness"),
     ]

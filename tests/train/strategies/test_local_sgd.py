@@ -13,6 +13,7 @@ from flax import nnx
 
 from jgraph.client.cluster import Cluster
 from jgraph.errors import ConfigError, DataError
+from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.local_sgd import LocalSGD
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.strategies.sync_runner import SyncPS
@@ -240,6 +241,16 @@ def test_what_cannot_be_is_refused_in_words(cluster: Cluster) -> None:
         LocalSGD(outer=wrong)
     with pytest.raises(ConfigError, match="dense is 'sgd'"):
         LocalSGD(dense=wrong)
+    with pytest.raises(ConfigError, match="'sgd' is not what a strategy takes; write"):
+        LocalSGD(elastic=wrong)
+    with pytest.raises(ConfigError, match="a worker takes batches of its own"):
+        LocalSGD(elastic=Elastic(workers=(1, 4), batch="global"))
+    unknown: dict[str, str] = {"local_steps": "sync_every=500", "elastc": "elastic=…"}
+    for name, instead in unknown.items():
+        given = {name: 9}
+        words = f"LocalSGD has no argument '{name}': write {instead}"
+        with pytest.raises(ConfigError, match=words):
+            LocalSGD(**given)
     few = jax.tree.map(lambda a: a[: 7 * BATCH], data())
     for strategy, words in [
         (LocalSGD(500), "takes 500 batches of .* write sync_every=7 or less"),
