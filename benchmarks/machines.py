@@ -32,6 +32,7 @@ from jgraph.coordination.sync.aggregation import (
     Contributed,
     DataAsked,
     DealData,
+    Decide,
     Instruction,
 )
 from jgraph.coordination.sync.roster import Roster
@@ -97,8 +98,10 @@ class Update:
 
     def decide(self, contributed: Sequence[Contributed]) -> None:
         """Decides an update, which is then applied."""
-        for event in contributed:
-            self._arbiter.handle(event)
+        decided = [i for event in contributed for i in self._arbiter.handle(event)]
+        for instruction in decided:
+            assert isinstance(instruction, Decide)
+            tuple(instruction.steps)  # the gate looks each of them up
         self._arbiter.handle(Applied())
         self._version += 1
 

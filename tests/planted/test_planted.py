@@ -568,7 +568,7 @@ BUGS: Final = {
     ),
     "a position has no holes": Bug(
         "coordination/data/batch_book.py",
-        "sorted(self._open)",
+        "sorted(open_)",
         "self.given_back",
         f"{SIMULATION}_and_no_update_lost_or_applied_twice",
     ),
@@ -604,8 +604,8 @@ BUGS: Final = {
     ),
     "a contribution is told of before its sum": Bug(
         "coordination/sync/sync_gate.py",
-        "return [Keep(step), *([Sum(version)] if all_there else [])]",
-        "return [Keep(step), *self._flush(), *([Sum(version)] if all_there else [])]",
+        "return [Sum(self.version)] if untold == self._tell_at else _NOTHING",
+        "return self._flush()",
         f"{TRANSCRIPT}[sync/sync_gate/together]",
     ),
     "an owner averages before all sums of hosts are there": Bug(
@@ -643,8 +643,8 @@ BUGS: Final = {
     ),
     "a replica contributes to an update twice": Bug(
         "coordination/sync/sync_gate.py",
-        "return self._contributed.get(step[0], -1) < self.version",
-        "return self._contributed.get(step[0], -1) <= self.version",
+        "if self._deciding or self._contributed.get(step[0], -1) >= version:",
+        "if self._deciding or self._contributed.get(step[0], -1) > version:",
         SYNCHRONOUS,
     ),
     "a batch that counts is dealt again": Bug(

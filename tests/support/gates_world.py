@@ -158,8 +158,9 @@ class World:
                         self.post(me, step[0], partial(self.enter, step, shard))
                 case Refuse(step, _):
                     self.replicas[step[0]].over = True
-                case Keep(step):
-                    self.kept[shard].add(step)
+                case Keep():
+                    assert isinstance(event, ContributionCame)
+                    self.kept[shard].add(event.step)
                 case Drop(step):
                     self.kept[shard].discard(step)
                 case Tell(steps, version, slots):
@@ -170,7 +171,7 @@ class World:
                 case Choose(steps):
                     assert set(steps) <= self.kept[shard], "a contribution is missing"
                     self.kept[shard].clear()
-                    self.averaged[shard].append(steps)
+                    self.averaged[shard].append(tuple(steps))
                     self.post(me, me, partial(self.apply, shard))
 
     def apply(self, shard: int) -> None:
@@ -186,7 +187,7 @@ class World:
         for instruction in self.arbiter.handle(event):
             match instruction:
                 case Decide(version, steps):
-                    self.decided.append((version, steps))
+                    self.decided.append((version, tuple(steps)))
                     self.unapplied = len(self.gates)
                     self.to_gates(Decided(steps))
                 case Void(step):

@@ -8,7 +8,7 @@ reports alone is enough to go on without the master that dealt the batches.
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, final
 
 from jgraph.coordination.data.batch_order import BatchOrder
@@ -63,6 +63,8 @@ class BatchBook:
                 deaths = position.get("deaths", ())
                 self.deaths.update({int(place): int(count) for place, count in deaths})
         self._open = set(self.given_back)
+        # What is open beside them: rows of which nothing was said yet, by their begin.
+        self._rows: dict[int, range] = {}
         self._until = self.done + budget
         self._unknown = updates - self.done
 
@@ -74,7 +76,8 @@ class BatchBook:
     @property
     def undealt(self) -> int:
         """Those of them that nobody holds."""
-        return self.remaining - len(self._open) + len(self.given_back)
+        open_ = len(self._open) + sum(map(len, self._rows.values()))
+        return self.remaining - open_ + len(self.given_back)
 
     def position(self, updates: int = 0) -> dict[str, Any]:
         """Returns where the run is, as plain data.
@@ -84,8 +87,9 @@ class BatchBook:
             done come again, and are counted as such.
         """
         again = max(0, updates - self.done - self._unknown)
+        open_ = self._open.union(*self._rows.values())
         return {
-            **self.order.position(self.end, sorted(self._open)),
+            **self.order.position(self.end, sorted(open_)),
             "done": self.done,
             "again": self.again + again,
             **({"deaths": [*self.deaths.items()]} if self.deaths else {}),
@@ -108,6 +112,12 @@ class BatchBook:
         self.end = new.stop
         return new
 
+    def take_row(self, batches: int) -> range:
+        """Deals so many from the end on that will most often be done together."""
+        row = self._rows[self.end] = range(self.end, self.end + batches)
+        self.end = row.stop
+        return row
+
     def give_back(self, place: int) -> None:
         """Nobody holds this batch any more, and it is not done."""
         bisect.insort(self.given_back, place)
@@ -125,11 +135,22 @@ class BatchBook:
 
     def finish(self, places: Iterable[int]) -> None:
         """Batches are done; one that was done before counts no more."""
-        done = self._open.intersection(places)
-        self._open -= done
+        done: Collection[int] = self._row(places)
+        if not done:
+            self._open.update(*self._rows.values())
+            self._rows.clear()
+            done = self._open.intersection(places)
+            self._open.difference_update(done)
         self.done += len(done)
-        for place in done.intersection(self.deaths):
+        for place in [dead for dead in self.deaths if dead in done]:
             del self.deaths[place]  # it let its holder live
+
+    def _row(self, places: Iterable[int]) -> range:
+        """Takes a whole row out of what is open; empty: these places are none."""
+        row = self._rows.get(places.start) if isinstance(places, range) else None
+        if row is None or row != places:
+            return range(0)
+        return self._rows.pop(row.start)
 
     def undo(self, place: int) -> None:
         """A batch that was done is not, after all."""

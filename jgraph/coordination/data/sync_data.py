@@ -21,19 +21,25 @@ replica has data of its own, a number says nothing of what it trains on, and not
 suspected.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
+
+import numpy as np
 
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.batch_order import Leases
 from jgraph.coordination.data.rounds_ahead import RoundsAhead
 from jgraph.coordination.data.shares import Shares
-from jgraph.coordination.data.slots import Lease, SlotPlan
+from jgraph.coordination.data.slots import Lease, Rows, SlotPlan
 from jgraph.errors import DataSlotError
 
 Places: TypeAlias = tuple[int, ...]
 """Those of the batches of one step."""
+
+MANY: Final = 64
+"""Of fewer replicas it costs less to keep what each holds one by one."""
 
 ROUNDS: Final = 16
 """For so many updates a run deals batches to a replica at once."""
@@ -53,6 +59,7 @@ class SyncData:
       shares: how many batches a step of each replica is of; None: of one.
       own: each replica has data of its own.
       rounds: for how many updates a replica is dealt at once, where each needs all.
+      many: of so many replicas, what they hold of rounds is kept as rows.
 
     Example:
       >>> from jgraph.coordination.data.slots import Part
@@ -73,6 +80,7 @@ class SyncData:
         *,
         own: bool = False,
         rounds: int = 1,
+        many: int = MANY,
     ) -> None:
         self._book = BatchBook(plan, position)
         self._shares, self._own, self._rounds = shares, own, rounds
@@ -81,12 +89,13 @@ class SyncData:
         self._numbers = {name: number for number, name in enumerate(self.replicas)}
         # Steps that replicas will get when they ask, before those of rows.
         self._reserved: dict[str, deque[Places]] = {n: deque() for n in self.replicas}
-        self._rows = RoundsAhead(self._numbers.values())
-        # What replicas hold: by the number of a step's first batch who does, and the
-        # places, if these are not just that number.
+        self._many = many
+        self._rows = self._rounds_of(self._numbers.values())
+        # What replicas hold that is not known of rows: by the number of a step's first
+        # batch who does, and the places, if these are not just that number.
         self._holder: dict[int, int] = {}
         self._places: dict[int, Places] = {}
-        self._held = [0] * len(self.replicas)  # steps of each
+        self._held = array("q", bytes(8 * len(self.replicas)))  # steps of each
         self._late_with: dict[int, int] = {}
 
     @property
@@ -119,7 +128,8 @@ class SyncData:
             if not order.is_numbered:
                 each = zip(numbers, row, strict=True)
                 self._places.update((first, (place,)) for first, place in each)
-            self._holder.update(dict.fromkeys(numbers, number))
+            if unknown := self._rows.unknown(number, steps):
+                self._holder.update(dict.fromkeys(numbers[:unknown], number))
             self._held[number] += len(row)
             return Leases(order, row)
         alone = idle or not self._held[number]
@@ -133,6 +143,10 @@ class SyncData:
             batches_dealt += places
             self._hold(number, places)
         return Leases(order, batches_dealt)
+
+    def _rounds_of(self, replicas: Collection[int]) -> RoundsAhead:
+        knows = len(replicas) >= self._many and self._book.order.is_numbered
+        return RoundsAhead(replicas, knows=knows)
 
     @property
     def _is_even(self) -> bool:
@@ -183,6 +197,7 @@ class SyncData:
 
     def _reserve_rows(self) -> None:
         """Makes of what is left of rows steps that are reserved."""
+        self._take_apart()
         for number, places in self._rows.left():
             reserved = self._reserved[self.replicas[number]]
             reserved.extend((place,) for place in places)
@@ -209,16 +224,27 @@ class SyncData:
 
     def holds(self, replica: str, number: int) -> bool:
         """Whether a replica holds the batch of this number."""
+        self._take_apart()
         return self._holder.get(number, -1) == self._numbers.get(replica)
 
-    def all_hold(self, replicas: list[int], numbers: Iterable[int]) -> bool:
+    def all_hold(self, replicas: Rows, numbers: Sequence[int]) -> bool:
         """Whether each of these, by its place in ``replicas``, holds its batch."""
-        return list(map(self._holder.get, numbers)) == replicas
+        if self._rows.knows:
+            if self._rows.hold(replicas, np.asarray(numbers, np.int64)):
+                return True
+            self._take_apart()
+        holders: list[int | None] = replicas.tolist()
+        return list(map(self._holder.get, numbers)) == holders
+
+    def _take_apart(self) -> None:
+        """Keeps all that is held of rows one by one."""
+        if self._rows.knows:
+            self._holder.update(self._rows.take_apart())
 
     def is_idle(self, replica: str) -> bool:
         """Whether a replica holds nothing."""
         number = self._numbers.get(replica)
-        return number is None or not self._held[number]
+        return number is None or self._held[number] == 0
 
     def held(self, replica: str) -> Sequence[Lease]:
         """Returns what a replica holds."""
@@ -229,6 +255,7 @@ class SyncData:
         """Returns the numbers of the steps that a replica holds."""
         if self.is_idle(replica):
             return []
+        self._take_apart()
         mine = self._numbers[replica]
         return [number for number, who in self._holder.items() if who == mine]
 
@@ -241,20 +268,27 @@ class SyncData:
             for place in self._let_go(number)[1]:
                 self._book.give_back(place)
 
-    def counted(self, *numbers: int) -> Places:
+    def counted(self, numbers: Sequence[int]) -> Sequence[int]:
         """The batches of these steps are part of an update; returns their places."""
-        held = self._held
-        if self._places:
-            places = tuple(p for n in numbers for p in self._let_go(n)[1])
-        else:  # most often, and of thousands of replicas
+        if self._rows.count(numbers):  # most often, where there are thousands
+            np.frombuffer(self._held, np.int64)[self._rows.members] -= 1
             places = numbers
-            for replica in map(self._holder.pop, numbers):
-                held[replica] -= 1
+        else:
+            places = self._each_counted(numbers)
         if self._late_with:
             for place in places:
                 self._late_with.pop(place, None)
         self._book.finish(places)
         return places
+
+    def _each_counted(self, numbers: Sequence[int]) -> Sequence[int]:
+        self._take_apart()
+        if self._places:
+            return [p for n in numbers for p in self._let_go(n)[1]]
+        held = self._held
+        for replica in map(self._holder.pop, numbers):
+            held[replica] -= 1
+        return numbers
 
     def take_back(self, places: Iterable[int]) -> None:
         """Batches that were counted are part of no update after all."""
@@ -263,6 +297,7 @@ class SyncData:
 
     def late(self, number: int) -> None:
         """The batches of a step were computed too late and are dealt again."""
+        self._take_apart()
         replica, places = self._let_go(number)
         for place in places:
             self._late_with[place] = replica
@@ -280,7 +315,7 @@ class SyncData:
         for step in self._reserved.pop(replica, ()):
             for place in step:
                 self._book.give_back(place)
-        self._rows = RoundsAhead(self._numbers[name] for name in self._reserved)
+        self._rows = self._rounds_of([self._numbers[name] for name in self._reserved])
         lost = [n for n in self._numbers_of(replica) if n not in computed]
         if self._own:
             self._give_back(lost)

@@ -30,6 +30,7 @@ from jgraph.coordination.data.slots import Lease
 from jgraph.coordination.data.sync_data import SyncData
 from jgraph.coordination.secure import sum_round
 from jgraph.coordination.sync import roster
+from jgraph.coordination.sync.collected import Collected
 from jgraph.coordination.sync.roster import Roster, Steps
 from jgraph.coordination.sync.rounds import (
     RoundRecord,
@@ -51,8 +52,6 @@ from jgraph.errors import DeadlineError, JGError, NonFiniteError, SecureSumError
 from jgraph.graph.ir import TaskName
 
 Step: TypeAlias = roster.Step
-
-_Slots: TypeAlias = list[tuple[int, Step]]
 
 
 @final
@@ -185,7 +184,7 @@ class Decide:
     """Apply the mean of what these steps contributed, in this order: that of slots."""
 
     version: int
-    steps: tuple[Step, ...]
+    steps: Sequence[Step]
 
 
 @final
@@ -320,8 +319,8 @@ class Arbiter:
         # Contributions that not all ps have yet. Those that all have: slot -> step.
         self._roster = Roster(data.replicas)
         self._tally = Tally(self._shards, len(self._roster))
-        self._whole: defaultdict[int, dict[int, Step]] = defaultdict(dict)
-        self._chosen: tuple[int, ...] = ()  # places of the batches of the newest update
+        self._whole = defaultdict[int, Collected](Collected)
+        self._chosen: Sequence[int] = ()  # places of the batches of the newest update
         self._rounds = None
         if rule is not None:
             by_task = sorted(replicas, key=replicas.__getitem__)
@@ -433,7 +432,7 @@ class Arbiter:
                 begins.append(BeginSum(sums.number, sums.tasks))
             if sums.stage != "keys":
                 return []
-        there = {step[0] for step in self._whole[self._version].values()}
+        there = {step[0] for step in self._whole[self._version].each.values()}
         deals = self._rounds.deals(there, grows=sums is None)
         return [*begins, *(DealData(who, leases) for who, leases in deals)]
 
@@ -442,7 +441,7 @@ class Arbiter:
         sums, rounds = self._sums, self._rounds
         if sums is None or rounds is None or replica not in rounds.invited:
             return []
-        there = {step[0] for step in self._whole[self._version].values()}
+        there = {step[0] for step in self._whole[self._version].each.values()}
         if not sums.has_begun(replica) or rounds.has_contributed(replica):
             return []
         if replica in there:
@@ -466,7 +465,7 @@ class Arbiter:
         assert sums is not None
         assert rounds is not None  # else no sum was begun
         found: list[Instruction] = []
-        for slot, step in self._whole.pop(self._version, {}).items():
+        for slot, step in self._whole.pop(self._version, Collected()).each.items():
             self._data.late(slot)
             found.append(Void(step))
         found.append(GiveUpSum(rounds.void(reason)))
@@ -496,7 +495,7 @@ class Arbiter:
         computed = {
             slot
             for whole in self._whole.values()
-            for slot, step in whole.items()
+            for slot, step in whole.each.items()
             if step[0] == replica
         }
         error = self._data.lost(replica, computed)
@@ -529,14 +528,14 @@ class Arbiter:
             elif number < 0:
                 said += self._leave_out(slot, step)
             else:
-                self._whole[event.version].setdefault(slot, step)
+                self._whole[event.version].add(slot, step)
                 if self._sums is not None:
                     said += self._of_sum(self._sums.contributed(step[0]))
         return said
 
     def _leave_out(self, slot: int, step: Step) -> list[Instruction]:
         """Takes note of a contribution that is not finite: it is in no update."""
-        self._data.counted(slot)  # the number of a round: it is not dealt again
+        self._data.counted((slot,))  # the number of a round: it is not dealt again
         bad = () if self._rounds is None else self._rounds.leave_out(step[0])
         return self._finish("failed", self._not_finite(bad)) if bad else []
 
@@ -557,19 +556,12 @@ class Arbiter:
         late = version < self._version + self._applying
         if late or there.mixed or self._sums is not None:
             return False
-        numbers = steps.numbers.tolist()
         if len(there.places) < len(steps):
-            numbers = [numbers[index] for index in there.places]
             slots = [slots[index] for index in there.places]
-            steps = Steps(steps.roster, *(c[there.places] for c in steps.columns))
-        if not self._data.all_hold(numbers, slots):
+            steps = steps.at(there.places)
+        if not self._data.all_hold(steps.numbers, slots):
             return False
-        whole, new = self._whole[version], dict(zip(slots, steps, strict=True))
-        if not whole and len(new) == len(numbers):
-            whole.update(new)  # most often
-        else:
-            for slot, step in zip(slots, steps, strict=True):
-                whole.setdefault(slot, step)
+        self._whole[version].add_together(steps, slots)
         return True
 
     def _drop(self, slot: int, step: Step) -> None:
@@ -590,32 +582,35 @@ class Arbiter:
             return self._finish("alone")
         if self._unsupervised or not self._is_enough(whole):
             return self._invite()
-        chosen, late = self._choose(whole)
+        steps, slots, late = self._choose(whole)
         del self._whole[self._version]
-        self._chosen = self._data.counted(*(slot for slot, _ in chosen))
+        self._chosen = self._data.counted(slots)
         for slot, step in late:
             self._drop(slot, step)
         self._applying = True
         if self._rounds is not None:
-            self.round = self._rounds.over(step[0] for _, step in chosen)
-        return [Decide(self._version, tuple(step for _, step in sorted(chosen)))]
+            self.round = self._rounds.over(step[0] for step in steps)
+        return [Decide(self._version, steps)]
 
-    def _is_enough(self, whole: Mapping[int, Step]) -> bool:
+    def _is_enough(self, whole: Collected) -> bool:
         """Whether an update can be decided."""
         if self._sums is not None:
             return self._sums.stage == "known"
         return len(whole) >= self.needed
 
-    def _choose(self, whole: Mapping[int, Step]) -> tuple[_Slots, _Slots]:
-        """Returns what is averaged, and what came too late for it."""
-        there = list(whole.items())
+    def _choose(
+        self, whole: Collected
+    ) -> tuple[Sequence[Step], Sequence[int], list[tuple[int, Step]]]:
+        """Returns what is averaged, its slots, and what came too late for it."""
         if self._sums is None:  # first come, first counted
-            return there[: self.needed], there[self.needed :]
+            needed = self.needed
+            late = list(whole.each.items())[needed:] if len(whole) > needed else []
+            return *whole.first(needed), late
         inside = set(self._sums.inside)
-        return (
-            [one for one in there if one[1][0] in inside],
-            [one for one in there if one[1][0] not in inside],
-        )
+        there = sorted(whole.each.items())
+        chosen = [one for one in there if one[1][0] in inside]
+        late = [one for one in whole.each.items() if one[1][0] not in inside]
+        return tuple(step for _, step in chosen), [slot for slot, _ in chosen], late
 
     def _finish(self, state: str, error: JGError | None = None) -> list[Instruction]:
         if state == "failed" and self._applying:  # it may be there in part
@@ -639,7 +634,7 @@ class Arbiter:
         if self._applying:
             what, missing = "its update was not applied", sorted(self._shards)
         else:
-            there = {step[0] for step in self._whole[self._version].values()}
+            there = {step[0] for step in self._whole[self._version].each.values()}
             asked = self._alive if self._rounds is None else self._rounds.invited
             missing = sorted(self._replicas[r] for r in set(asked) - there)
             what = f"it has {len(there)} of {self.needed} contributions"

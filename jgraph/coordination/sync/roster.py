@@ -5,12 +5,15 @@ of numbers of replicas and of step ids, it costs nothing for each of them to rea
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, Final, TypeAlias, final, overload
 
 import numpy as np
 
 Step: TypeAlias = tuple[str, int]
 """(program handle, step id). Each replica has a handle of its own."""
+
+_HANDLE, _STEP_ID = itemgetter(0), itemgetter(1)
 
 MOST: Final = 2**63 - 1
 """No step has a greater id."""
@@ -39,6 +42,10 @@ class Steps(Sequence[Step]):
     def columns(self) -> tuple[Column, Column]:
         """Numbers and ids."""
         return self.numbers, self.ids
+
+    def at(self, places: Column | list[int]) -> "Steps":
+        """Returns those at some places, in that order."""
+        return Steps(self.roster, self.numbers[places], self.ids[places])
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -94,11 +101,13 @@ class Roster:
         """Returns steps as columns; None: one is of a replica that is not here."""
         if isinstance(steps, Steps) and self._is_same(steps.roster):
             return steps
-        numbers = list(map(self._numbers.get, (handle for handle, _ in steps)))
-        ids = [step_id for _, step_id in steps]
-        if None in numbers or (ids and max(ids) > MOST):
+        number, count = self._numbers.__getitem__, len(steps)
+        try:
+            numbers = np.fromiter(map(number, map(_HANDLE, steps)), np.int64, count)
+            ids = np.fromiter(map(_STEP_ID, steps), np.int64, count)
+        except (KeyError, OverflowError):
             return None
-        return Steps(self, np.array(numbers, np.int64), np.array(ids, np.int64))
+        return Steps(self, numbers, ids)
 
     def number(self, handle: str) -> int:
         """Returns the number of a replica."""

@@ -8,6 +8,7 @@ Where contributions are summed together with other tasks, see ``group_member``, 
 told before the sum is here. So what is decided has been summed everywhere.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias, final
 
@@ -49,7 +50,7 @@ class StepEnded:
 class Decided:
     """The arbiter chose what these steps contributed; they are of this version."""
 
-    steps: tuple[Step, ...]
+    steps: Sequence[Step]
 
 
 @final
@@ -119,9 +120,7 @@ class Refuse:
 @final
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep what the step contributed."""
-
-    step: Step
+    """Keep the contribution that came just now."""
 
 
 @final
@@ -155,7 +154,7 @@ class TellLater:
 class Choose:
     """Take the mean of what these steps contributed, and forget all others."""
 
-    steps: tuple[Step, ...]
+    steps: Sequence[Step]
 
 
 @final
@@ -167,6 +166,10 @@ class Sum:
 
 
 Instruction: TypeAlias = LetIn | Refuse | Keep | Drop | Tell | TellLater | Choose | Sum
+
+# Most answers are one of these two: an update has three events of each replica.
+_NOTHING: Final[Sequence[Instruction]] = ()
+_KEEP: Final[Sequence[Instruction]] = (Keep(),)
 
 
 @final
@@ -182,8 +185,8 @@ class SyncGate:
       >>> gate.handle(StepAsked(("w0", 1)))
       [LetIn(steps=(('w0', 1),))]
       >>> gate.handle(ContributionCame(("w0", 1), slot=8))
-      [Keep(step=('w0', 1)), Tell(steps=(('w0', 1),), version=3, slots=(8,))]
-      >>> gate.handle(StepAsked(("w0", 2)))  # until version 4
+      [Keep(), Tell(steps=(('w0', 1),), version=3, slots=(8,))]
+      >>> list(gate.handle(StepAsked(("w0", 2))))  # until version 4
       []
     """
 
@@ -192,42 +195,46 @@ class SyncGate:
         self._together = together
         self._deciding = False
         self._closed: JGError | None = None
-        self._waiting: dict[Step, None] = {}
-        self._inside: dict[Step, int] = {}  # at which version; nothing came yet
+        # Steps of which nothing came yet, and at which version each reads: one that
+        # reads at a later one than that of now waits for it.
+        self._reads: dict[Step, int] = {}
         self._contributed: dict[str, int] = {}
-        # Of this version: what is kept, and what of it is untold.
-        self._steps_taken: set[Step] = set()
-        self._untold: dict[Step, int] = {}  # with their slots
+        # Of this version: what is kept and told, and what is untold, with its slots.
+        self._steps_told: list[Step] = []
+        self._untold: list[Step] = []
+        self._slots: list[int] = []
         self._enough: int | None = None  # before the first decision
+        self._inside = 0  # until then: how many steps read that did not contribute
+        self._tell_at = together  # so many untold are enough, once it is known
         self._tell_s = TELL_S
 
-    def handle(self, event: Event) -> list[Instruction]:
+    def handle(self, event: Event) -> Sequence[Instruction]:
         """Takes an event; returns what to do now."""
         # Three of each replica at every update come first.
         if isinstance(event, ContributionCame):
             return self._take(event.step, event.slot)
         if isinstance(event, StepEnded):
-            if self._inside.pop(event.step, None) is None:
-                self._waiting.pop(event.step, None)
-            return []
+            version = self._reads.pop(event.step, None)
+            if version is not None and version <= self.version:
+                self._inside -= 1
+            return _NOTHING
         if isinstance(event, StepAsked):
             return self._ask(event.step)
         return self._move_on(event)
 
     def _move_on(
         self, event: Decided | Voided | UpdateApplied | TellDue | Summed | Closed
-    ) -> list[Instruction]:
+    ) -> Sequence[Instruction]:
         match event:
             case Decided(steps):
                 return self._choose(steps)
             case Voided(step):
-                self._contributed.pop(step[0], None)
-                self._steps_taken.discard(step)
-                return [Drop(step), *self._open()]
+                return [Drop(step), *self._void(step)]
             case UpdateApplied():
                 self._deciding = False
-                self.version += 1
-                return self._open()
+                self.version += 1  # to which nobody has contributed yet
+                here, new = self._reads, self.version
+                return _let_in(tuple(s for s, at in here.items() if at == new))
             case TellDue() | Summed():
                 untold = self._flush()
                 if untold:  # the others are slow: who are late may wait as long again
@@ -236,75 +243,104 @@ class SyncGate:
             case Closed(error):
                 return self._close(error)
 
-    def _ask(self, step: Step) -> list[Instruction]:
+    def _ask(self, step: Step) -> Sequence[Instruction]:
         if self._closed is not None:
             return [Refuse(step, self._closed)]
-        if self._deciding or not self._may_read(step):
-            self._waiting[step] = None
-            return []
-        return self._let_in((step,))
+        version = self.version
+        if self._deciding or self._contributed.get(step[0], -1) >= version:
+            self._reads[step] = version + 1
+            return _NOTHING
+        return self._open((step,))
 
-    def _open(self) -> list[Instruction]:
+    def _open(self, steps: Sequence[Step]) -> Sequence[Instruction]:
+        """Lets steps read at the version of now."""
+        self._inside += len(steps)
+        self._reads.update(dict.fromkeys(steps, self.version))
+        return _let_in(tuple(steps))
+
+    def _void(self, step: Step) -> Sequence[Instruction]:
+        """Lets a replica contribute again."""
+        replica = step[0]
+        self._contributed.pop(replica, None)
+        if step in self._steps_told:
+            self._steps_told.remove(step)
+        self._aim()
         if self._deciding:
-            return []
-        ready = tuple(filter(self._may_read, self._waiting))
-        if len(ready) == len(self._waiting):
-            self._waiting.clear()
-        for step in ready if self._waiting else ():
-            del self._waiting[step]
-        return self._let_in(ready)
+            return _NOTHING
+        return self._open([one for one in self._waiting if one[0] == replica])
 
-    def _may_read(self, step: Step) -> bool:
-        return self._contributed.get(step[0], -1) < self.version
+    @property
+    def _waiting(self) -> list[Step]:
+        return [step for step, at in self._reads.items() if at > self.version]
 
-    def _let_in(self, steps: tuple[Step, ...]) -> list[Instruction]:
-        if not steps:
-            return []
-        self._inside.update(dict.fromkeys(steps, self.version))
-        return [LetIn(steps)]
+    def _take(self, step: Step, slot: int) -> Sequence[Instruction]:
+        version = self._reads.pop(step, None)
+        if version != self.version or self._deciding or self._closed is not None:
+            return self._take_late(step, slot, version)
+        self._contributed[step[0]] = version
+        self._untold.append(step)
+        self._slots.append(slot)
+        untold = len(self._slots)
+        if 1 < untold < self._tell_at:
+            return _KEEP
+        return [Keep(), *self._say(untold)]
 
-    def _take(self, step: Step, slot: int) -> list[Instruction]:
-        version = self._inside.pop(step, None)
+    def _take_late(
+        self, step: Step, slot: int, version: int | None
+    ) -> Sequence[Instruction]:
+        """Takes a contribution of which nothing is kept."""
         if version is None:
-            return []  # of an earlier life of this gate
+            return _NOTHING  # of an earlier life of this gate
+        if version > self.version:
+            self._reads[step] = version  # it still waits
+            return _NOTHING
         self._contributed[step[0]] = version
         if self._closed is not None:
-            return []  # nobody decides any more
-        if version < self.version or self._deciding:
-            return [Tell((step,), version, (slot,))]
-        self._steps_taken.add(step)
-        self._untold[step] = slot
+            return _NOTHING  # nobody decides any more
+        return [Tell((step,), version, (slot,))]
+
+    def _say(self, untold: int) -> Sequence[Instruction]:
+        """Returns what to say of contributions, so many of which are untold."""
         if self._together:
-            all_there = len(self._steps_taken) == self._together
-            return [Keep(step), *([Sum(version)] if all_there else [])]
-        if self._is_enough():
-            return [Keep(step), *self._flush()]
-        if len(self._untold) > 1:
-            return [Keep(step)]
-        return [Keep(step), TellLater(self._tell_s)]
-
-    def _is_enough(self) -> bool:
+            return [Sum(self.version)] if untold == self._tell_at else _NOTHING
+        is_enough = untold >= self._tell_at
         if self._enough is None:
-            return not self._inside
-        return len(self._steps_taken) >= self._enough
+            self._inside -= 1
+            is_enough = not self._inside
+        if is_enough:
+            return self._flush()
+        return _NOTHING if untold > 1 else [TellLater(self._tell_s)]
 
-    def _choose(self, steps: tuple[Step, ...]) -> list[Instruction]:
+    def _choose(self, steps: Sequence[Step]) -> Sequence[Instruction]:
         untold = self._flush()
         self._deciding = True
         self._enough = len(steps)
         self._tell_s = TELL_S
-        self._steps_taken.clear()
+        self._steps_told.clear()
+        self._aim()
         return [*untold, Choose(steps)]
 
-    def _close(self, error: JGError) -> list[Instruction]:
+    def _close(self, error: JGError) -> Sequence[Instruction]:
         self._closed = error
-        self._untold.clear()
-        waiting, self._waiting = self._waiting, {}
+        self._untold, self._slots = [], []
+        waiting = self._waiting
+        for step in waiting:
+            del self._reads[step]
         return [Refuse(step, error) for step in waiting]
 
-    def _flush(self) -> list[Instruction]:
+    def _flush(self) -> Sequence[Instruction]:
         """Tells all that was not told yet."""
-        untold, self._untold = self._untold, {}
-        if not untold:
-            return []
-        return [Tell(tuple(untold), self.version, tuple(untold.values()))]
+        if not self._untold:
+            return _NOTHING
+        tell = Tell(tuple(self._untold), self.version, tuple(self._slots))
+        self._steps_told += self._untold
+        self._untold, self._slots = [], []
+        self._aim()
+        return [tell]
+
+    def _aim(self) -> None:
+        self._tell_at = (self._together or self._enough or 0) - len(self._steps_told)
+
+
+def _let_in(steps: tuple[Step, ...]) -> Sequence[Instruction]:
+    return [LetIn(steps)] if steps else _NOTHING

@@ -83,7 +83,10 @@ class Tally:
             return self._tell_each(place, steps, range(len(steps)), version)
         numbers, ids = steps.numbers, steps.ids
         known = self._ids[numbers]
-        usual = (known == ids) | ((known == _NONE) & ~self._odd[numbers])
+        usual = known == ids
+        if usual.all():  # most often: another ps has told of them
+            return self._tell_together(place, numbers, ids, version)
+        usual |= (known == _NONE) & ~self._odd[numbers]
         if usual.all():
             return self._tell_together(place, numbers, ids, version)
         here, there = np.flatnonzero(usual), np.flatnonzero(~usual)

@@ -76,8 +76,7 @@ class SyncGateShell:
         self._asking: dict[
             StepKey, tuple[Callable[[], None], Callable[[JGError], None]]
         ] = {}
-        self._new: Contribution = {}
-        self._new_slot = 0
+        self._new: tuple[StepKey, int, Contribution] | None = None
         self._refuse_update: Callable[[JGError], None] | None = None
         self._contributions: dict[StepKey, Contribution] = {}
         self._chosen: tuple[Contribution, ...] = ()
@@ -98,9 +97,9 @@ class SyncGateShell:
 
     def contribute(self, step: StepKey, slot: int, values: Contribution) -> None:
         """See ``Gate``."""
-        self._new, self._new_slot = values, slot
+        self._new = step, slot, values
         self._handle(ContributionCame(step, slot))
-        self._new = {}
+        self._new = None
 
     def ask_update(
         self, let_in: Callable[[], None], refuse: Callable[[JGError], None]
@@ -152,7 +151,7 @@ class SyncGateShell:
         self.settle()
         self._handle(UpdateApplied())
 
-    def decided(self, steps: tuple[StepKey, ...]) -> None:
+    def decided(self, steps: Sequence[StepKey]) -> None:
         """The arbiter chose these contributions, in this order."""
         self._handle(Decided(steps))
 
@@ -229,12 +228,13 @@ class SyncGateShell:
     def _change(self, instruction: Keep | Drop | Sum | Choose) -> None:
         """Changes what is kept of contributions."""
         match instruction:
-            case Keep(step):
-                values = self._new
+            case Keep():
+                assert self._new is not None  # this is said of nothing else
+                step, slot, values = self._new
                 if self.sums is not None:
                     values = self.sums.keep(self._machine.version, values)
                 if self.host_sums is not None:
-                    values = self.host_sums.keep(step, self._new_slot, values)
+                    values = self.host_sums.keep(step, slot, values)
                 self._contributions[step] = values
             case Drop(step):
                 self._contributions.pop(step, None)
@@ -250,4 +250,4 @@ class SyncGateShell:
                     self.sums.decided()
                     self._chosen = (self.sums.joined(self._chosen),)
                 if self.host_sums is not None:
-                    self.host_sums.decided(steps)
+                    self.host_sums.decided(tuple(steps))

@@ -103,7 +103,7 @@ def test_pieces_of_every_step_count_once_or_are_known_to_be_left(
             step = held[name].pop(0)
             assert data.holds(name, step[0])
             if kind == "c":
-                places = data.counted(step[0])
+                places = data.counted((step[0],))
                 assert [order.number(place) for place in places] == step
                 counted.update(step)
             else:

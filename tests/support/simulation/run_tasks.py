@@ -521,7 +521,7 @@ class SimulatedLoop:
                     counted += self.world.numbers(lease)
             await self.push(order.handle, tuple(counted), version)
             for number in counted:
-                data.counted(number)
+                data.counted((number,))
             self.told.add(version, [])
             version, left = version + 1, left - 1
             self.report("running", data_position=json.dumps(data.state()))

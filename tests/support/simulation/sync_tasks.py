@@ -108,7 +108,7 @@ class GatedShard:
         self.own: list[Contributed] = []
         self.newest: dict[TaskName, Message] = {}
         self.readers: dict[Step, TaskName] = {}
-        self.came: tuple[TaskName, int, tuple[int, ...]] = (self.task, 0, ())
+        self.came: tuple[TaskName, Step, int, tuple[int, ...]]
         self.kept: set[Step] = set()
         self.unheard: list[tuple[Any, ...]] = []
 
@@ -264,7 +264,7 @@ class GatedShard:
     def contribute(
         self, src: TaskName, step: Step, batch: int, versions: tuple[int, ...]
     ) -> None:
-        self.came = src, batch, versions
+        self.came = src, step, batch, versions
         self.take(sync_gate.ContributionCame(step, batch))
         self.take(sync_gate.StepEnded(step))
         loop, number = of_loop(step)
@@ -287,8 +287,8 @@ class GatedShard:
                     lost = str(error.details.get("task", ""))
                     refused = ("refused", loop, self.life, number, lost)
                     self.send(self.readers.pop(step), refused)
-                case sync_gate.Keep(step):
-                    self.keep_part(step)
+                case sync_gate.Keep():
+                    self.keep_part()
                 case sync_gate.Drop(step):
                     self.kept.discard(step)
                     self.sum(host_sums.ContributionDropped(step))
@@ -297,17 +297,17 @@ class GatedShard:
                     self.tell(self.world.deciding, told)
                 case sync_gate.TellLater(after_s):
                     self.world.sim.later(after_s, partial(self.due, self.gate))
-                case sync_gate.Choose(steps):
-                    self.chosen = steps
+                case sync_gate.Choose(chosen):
+                    self.chosen = steps = tuple(chosen)
                     parts = [self.parts.get((step, self.task)) for step in steps]
                     self.own = [part for part in parts if part is not None]
                     self.sum(host_sums.UpdateDecided(steps))
                     self.kept.clear()
                     self.parts.clear()
 
-    def keep_part(self, step: Step) -> None:
+    def keep_part(self) -> None:
         """Keeps what a step contributed: the own part, and those for owners away."""
-        src, batch, versions = self.came
+        src, step, batch, versions = self.came
         one: Contributed = (step, batch, versions)
         self.kept.add(step)
         tasks = self.world.shards
