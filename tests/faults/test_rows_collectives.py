@@ -25,6 +25,7 @@ from tests.support.counting import (
     trainer,
 )
 from tests.support.fault import Fault
+from tests.support.stopping import once
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(120)]
@@ -42,9 +43,11 @@ def regrouped(cluster: LocalCluster) -> list[str]:
 
 
 def signalled(cluster: LocalCluster, number: int) -> Callable[[], None]:
-    """Returns what sends the child of a worker a signal."""
+    """Returns what sends the child of a worker a signal, once it has one."""
 
     def act() -> None:
+        # Steps go as messages until children are there, which takes its time.
+        wait_until(lambda: children_of(cluster.pid(WORKER)), 60)
         (child,) = children_of(cluster.pid(WORKER))
         os.kill(child.pid, number)
 
@@ -52,6 +55,7 @@ def signalled(cluster: LocalCluster, number: int) -> Callable[[], None]:
 
 
 @pytest.mark.row(50, 51)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "number",
     [
@@ -68,12 +72,15 @@ def test_steps_go_on_with_other_children_and_no_batch_comes_twice(
     there = trainer(cluster, SyncPS(dense="xla"))
     run = there.fit(
         IDS,
-        steps=150,
+        steps=10**6,
         batch_size=BATCH,
-        callbacks=[after(50, signalled(cluster, number))],
+        callbacks=[
+            after(50, signalled(cluster, number)),
+            once(lambda run: regrouped(cluster), steps=50),
+        ],
         progress=False,
     )
-    assert run.state == "done"
+    assert run.state == "stopped"
     assert not run.recoveries()
     assert len(regrouped(cluster)) == 1
     check_together(there, run)

@@ -12,7 +12,7 @@ from jgraph.cluster.deadlines import COMPILE_S
 from jgraph.cluster.methods import Answer
 from jgraph.cluster.polling import Polling
 from jgraph.coordination.run.succession import standbys_of
-from jgraph.errors import ConfigError, FencedError, JGError
+from jgraph.errors import ConfigError, FencedError, JGError, UnknownDeviceError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.dial import is_refused
@@ -207,6 +207,8 @@ class Runs:
         """Whether a standby may still be one; a process that is gone is none."""
         if task in ready:
             return ready[task] == process
+        if task not in self._peers.tasks():  # it has left the cluster
+            return False
         return not await is_refused(self._peers.address(task))
 
     async def _keep_standby(self, supervisor: RunSupervisor) -> None:
@@ -266,6 +268,7 @@ class Runs:
             what = f"{standby.master} is the master of run '{order.run}' now"
             raise FencedError(what, run=order.run, term=standby.end.term)
         if standby is None or standby.is_of_another(order):
+            self._check_member(order)
             if standby is not None:
                 standby.close()
             world = order, self._peers, self._clock
@@ -275,6 +278,17 @@ class Runs:
         standby.standbys = list(map(TaskName, order.standbys))
         await standby.wait_read(order.frames)
         yield frame(empty=pb.Empty())
+
+    def _check_member(self, order: pb.OpenRun) -> None:
+        """Refuses to follow a master that cannot be asked for anything.
+
+        It asks again, also if this task is the one that does not know it yet.
+        """
+        if order.master not in self._peers.tasks():
+            raise UnknownDeviceError(
+                f"run '{order.run}' belongs to no member of the cluster that "
+                f"{self._peers.task} knows, but to {order.master}"
+            )
 
     async def _succeed_lost(self, request: Frame) -> AsyncIterator[Frame]:
         calls = (

@@ -178,7 +178,9 @@ class Standby:
         """Whether the master is there and does not tell the journal."""
         if isinstance(error, _LOSSES):
             return False
-        end = await self._ask(self.master)
+        end = None
+        with suppress(JGError):  # it is lost by now, or has left the cluster
+            end = await self._ask(self.master)
         if end is None or not end.is_of(self.end):
             return False  # another process, or one that has let the run go
         _LOG.warning("run '%s' has no standby: %s", self._order.run, error.message)
@@ -281,7 +283,9 @@ class Standby:
             try:
                 end = await self._ask(task, replaced=replaced)
             except JGError:
-                if not await is_refused(self._peers.address(task)):
+                # One that has left the cluster meanwhile is there for nobody.
+                is_member = task in self._peers.tasks()
+                if is_member and not await is_refused(self._peers.address(task)):
                     silent.add(task)
                 return
             if end is not None:

@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from jgraph.errors import FencedError
+from jgraph.errors import FencedError, UnknownDeviceError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -27,6 +27,7 @@ class Inviting:
     task, incarnation = WORKER, 7
 
     def __init__(self) -> None:
+        self.members = [PS, WORKER]
         self.invited: asyncio.Queue[pb.OpenRun] = asyncio.Queue()
         self.clock = SetClock()
         self.taken: FencedError | None = None
@@ -34,10 +35,12 @@ class Inviting:
 
     def tasks(self) -> list[TaskName]:
         """Returns those of the cluster."""
-        return [PS, WORKER]
+        return self.members
 
     def address(self, task: TaskName) -> Address:
         """Returns where a task listens."""
+        if task not in self.members:
+            raise UnknownDeviceError(f"this cluster has no {task}")
         return Address(f"{task.rpartition(':')[2]}.host:1")
 
     async def call(self, task: str, method: str, request: Frame, **_: Any) -> Frame:
@@ -55,6 +58,7 @@ class Inviting:
         return frame(empty=pb.Empty())
 
 
+QUERY = pb.RunQuery(run="r")
 REPORT = frame(loop_report=pb.LoopReport(), tensors=[np.arange(9), np.ones(9)])
 
 
@@ -100,7 +104,7 @@ def test_another_standby_is_chosen_as_soon_as_tasks_join_or_leave(
         door = Inviting()
         runs, supervisor = await opened(door)
         await asyncio.sleep(0)  # it waits now
-        monkeypatch.setattr(door, "tasks", lambda: [PS, OTHER, WORKER])
+        door.members = [PS, OTHER, WORKER]
         runs.rearranged()
         asked = [await door.invited.get() for _ in range(2)]
         assert [list(one.standbys) for one in asked] == [[PS, OTHER]] * 2
@@ -176,6 +180,39 @@ def test_a_master_is_not_held_longer_than_its_grace() -> None:
         runs.hand_over()
         await runs.wait_handed_over(grace_s=0.0)
         assert not supervisor.record.is_over
+        runs.close()
+
+    run_async(main(), timeout_s=20)
+
+
+def test_no_standby_is_made_of_a_master_that_is_no_member() -> None:
+    async def main() -> None:
+        door = Inviting()
+        runs = Runs(cast("StandbyPeers", door), door.clock)
+        order = pb.OpenRun(run="r", info='{"container": ""}', master=OTHER)
+        with pytest.raises(UnknownDeviceError, match="r' belongs to no member") as told:
+            async for _ in runs.methods["InheritRun"](frame(open_run=order)):
+                pass
+        assert OTHER in told.value.message
+        async for end in runs.methods["JournalEnd"](frame(run_query=QUERY)):
+            assert not body_of(end).runs  # it follows nobody
+        runs.close()
+
+    run_async(main(), timeout_s=20)
+
+
+def test_a_standby_that_has_left_is_replaced_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runs_module, "_INVITE_S", 0.01)
+
+    async def main() -> None:
+        door = Inviting()
+        runs, _ = await opened(door)
+        door.members = [WORKER, OTHER]
+        runs.rearranged()
+        while list((await door.invited.get()).standbys) != [OTHER]:
+            pass
         runs.close()
 
     run_async(main(), timeout_s=20)

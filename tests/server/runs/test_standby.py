@@ -20,6 +20,7 @@ from jgraph.errors import (
     JGError,
     TaskLostError,
     UninitializedError,
+    UnknownDeviceError,
 )
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -188,12 +189,14 @@ class Behind:
         self.terms, self.taken = list[int](), set[int]()
         self.rest: list[Frame] = []
         """Of the journal: told when the master is followed again."""
+        self.refuses: JGError | None = None
+        """The master has left the cluster: what who asks it is told."""
         self.refusals: list[JGError] = []
         """Ends of loops that do not go on, in their order."""
 
     def tasks(self) -> list[str]:
         """Returns those of the cluster."""
-        return [PS, OTHER, MASTER]
+        return [PS, OTHER, *([MASTER] if self.refuses is None else [])]
 
     async def call(self, task: str, method: str, request: Frame, **_: Any) -> Frame:
         """Answers of a task."""
@@ -202,6 +205,8 @@ class Behind:
                 raise TaskLostError("it does not answer in time", task=TaskName(task))
             status = pb.TaskStatus(task=task, state="ready", incarnation=self.then)
             return frame(task_status=status)
+        if method == "JournalEnd" and task == MASTER and self.refuses is not None:
+            raise self.refuses
         if method == "JournalEnd":
             end = pb.RunRow(run="r", task=MASTER, state="running", term=1)
             end.incarnation, end.frames = 1, len(self.others)
@@ -427,6 +432,19 @@ def test_master_that_was_busy_when_it_invited_is_followed_again_when_it_answers(
         assert follows.end_record is not None
         row = follows.end_record.row()
         assert (row.state, row.of_standby) == ("done", True)
+
+    run_async(main(), timeout_s=20)
+
+
+def test_heir_of_a_master_that_has_left_the_cluster_has_its_place() -> None:
+    async def main() -> None:
+        door = Behind([LOOP, BEGUN], UnknownDeviceError(f"there is no {MASTER}"))
+        door.refuses = UnknownDeviceError(f"there is no {MASTER}")
+        follows = standby(door)
+        await follows.work()
+        (supervisor,) = door.heirs
+        assert (await door.began.get()).task == PS
+        supervisor.close()
 
     run_async(main(), timeout_s=20)
 
