@@ -186,7 +186,7 @@ def scale(
     from jgraph.client.cluster import connect_as_is
     from jgraph.client.runs.scaling import Scaler
     from jgraph.errors import RescaleError
-    from jgraph.launch.local.daemon import forget_tasks, start_tasks
+    from jgraph.launch.local.daemon import forget_tasks, named_cluster, start_tasks
 
     where, began = target_of(target, name), SystemClock()
     if workers is None and ps is None:
@@ -202,9 +202,10 @@ def scale(
             )
         start_tasks(name, job, count)
 
+    before = {} if target is not None else named_cluster(name).pids
+
     def ended(tasks: Sequence["TaskName"]) -> None:
-        if target is None:
-            forget_tasks(name, tasks)
+        forget_tasks(name, {task: before[task] for task in tasks if task in before})
 
     since_s = began.now()
     files = {"tls": tls_dir, "token_file": token_file}

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +33,6 @@ from jgraph.errors import (
     ConfigError,
     JGError,
     StartError,
-    UnknownDeviceError,
 )
 from jgraph.graph.device import TaskName
 from jgraph.launch.local.processes import TaskProcesses, check_counts, hand_over_stdout
@@ -208,14 +207,18 @@ def start_tasks(name: str, job: str, count: int) -> None:
     _order(name, f"start {job} {count}")
 
 
-def forget_tasks(name: str, tasks: Sequence[TaskName]) -> None:
+def forget_tasks(name: str, pids: Mapping[TaskName, int]) -> None:
     """Lets the daemon of a named cluster end tasks that have left it, for good.
+
+    Args:
+      name: of the cluster.
+      pids: their processes: one that starts may have the name of a task that left.
 
     Raises:
       ClusterUnreachableError: no such cluster runs.
     """
-    if tasks:
-        _order(name, *(f"forget {task}" for task in tasks))
+    if pids:
+        _order(name, *(f"forget {task} {pid}" for task, pid in pids.items()))
 
 
 def _order(name: str, *lines: str) -> None:
@@ -228,10 +231,7 @@ def _order(name: str, *lines: str) -> None:
 
 
 def _orders(name: str) -> list[Path]:
-    """Returns the files of orders that a daemon has not carried out, oldest first.
-
-    A task that starts may get the index of one that left, and that is to be forgotten.
-    """
+    """Returns the files of orders that a daemon has not carried out, oldest first."""
     state = _state_file(name)
     found = state.parent.glob(f"{state.stem}.*{_ORDERS}")
     return sorted(found, key=lambda path: path.stat().st_mtime_ns)
@@ -298,14 +298,15 @@ def _is_daemon(pid: int) -> bool:
 
 
 def _carry_out(tasks: TaskProcesses, orders: Path) -> None:
-    """Starts the tasks that a file asks for, once, and forgets those that left."""
+    """Starts the tasks that a file asks for, once, and forgets processes that left."""
     try:
         lines = orders.read_text().splitlines()
         orders.unlink()
         for act, *words in map(str.split, lines):
             if act == "forget":
-                with suppress(UnknownDeviceError):  # it was forgotten before
-                    tasks.forget(TaskName(words[0]))
+                task, pid = TaskName(words[0]), int(words[1])
+                if tasks.pids.get(task) == pid:  # else it was forgotten before
+                    tasks.forget(task)
             else:
                 job, count = words
                 tasks.forget_ended()

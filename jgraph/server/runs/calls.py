@@ -284,7 +284,7 @@ class Runs:
 
         It asks again, also if this task is the one that does not know it yet.
         """
-        if order.master not in self._peers.tasks():
+        if TaskName(order.master) not in self._peers.tasks():
             raise UnknownDeviceError(
                 f"run '{order.run}' belongs to no member of the cluster that "
                 f"{self._peers.task} knows, but to {order.master}"
