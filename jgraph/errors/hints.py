@@ -98,7 +98,7 @@ SYNC_ARGUMENTS: Final[Mapping[str, str]] = {
     "not there before the update",
 }
 LOCAL_ARGUMENTS: Final[Mapping[str, str]] = {
-    "h": "sync_every=500",
+    "H": "sync_every=500",
     "inner": "the optimizer of the Trainer, which is the inner one: jg.Trainer(model, "
     "loss, optax.adamw(1e-3), …)",
     "local_epochs": "sync_every=500, in steps; jg.Federated has local_epochs=",
@@ -111,9 +111,14 @@ LOCAL_ARGUMENTS: Final[Mapping[str, str]] = {
     "steps": "sync_every=500",
 }
 FEDERATED_ARGUMENTS: Final[Mapping[str, str]] = {
+    "backup_workers": "round_timeout_s=600, after which a round goes on without those "
+    "who are late",
     "clients_per_round": "fraction=0.1, min_clients=8",
+    "dense": "jg.LocalSGD(dense='workers'); clients come and go, and hold no part of "
+    "the parameters",
     "epochs": "local_epochs=5",
     "fraction_fit": "fraction=0.1",
+    "max_staleness": "jg.LocalSGD(max_staleness=4), whose rounds are asynchronous",
     "min_fit_clients": "min_clients=8",
     "mu": "proximal=0.01",
     "proximal_mu": "proximal=0.01",

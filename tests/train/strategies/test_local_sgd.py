@@ -245,7 +245,7 @@ def test_what_cannot_be_is_refused_in_words(cluster: Cluster) -> None:
         LocalSGD(elastic=wrong)
     with pytest.raises(ConfigError, match="a worker takes batches of its own"):
         LocalSGD(elastic=Elastic(workers=(1, 4), batch="global"))
-    unknown: dict[str, str] = {"local_steps": "sync_every=500", "elastc": "elastic=…"}
+    unknown: dict[str, str] = {"H": "sync_every=500", "elastc": "elastic=…"}
     for name, instead in unknown.items():
         given = {name: 9}
         words = f"LocalSGD has no argument '{name}': write {instead}"
