@@ -145,7 +145,7 @@ class SyncRunner:
             return self._strategy.contributions(elastic.most), elastic.most
         if self._step.row_step(batch) or self._step.compression is not None:
             raise ConfigError(
-                "SyncPS(elastic=jg.Elastic(workers=(…, None))) with a table of rows, "
+                "elastic=jg.Elastic(workers=(…, None)) with a table of rows, "
                 "or with gradient_dtype=, needs to know how many workers there are at "
                 "most, as arrays have that size; write workers=(1, 16)"
             )
