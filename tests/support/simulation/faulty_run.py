@@ -186,7 +186,7 @@ class FaultyRun(ABC, Generic[ShardT]):
         if self.state.startswith("gave up: it went back"):
             assert self.recovered >= ATTEMPTS
         elif self.state.startswith("failed: JG-215"):  # a batch that all had is blamed
-            assert self.losses >= DEATHS
+            assert self.holders_lost >= DEATHS
         elif not self.may_end():
             assert self.state == "done", self.state
             self.check_updates()
@@ -195,6 +195,11 @@ class FaultyRun(ABC, Generic[ShardT]):
     def recovered(self) -> int:
         """How often it went on from a state that might be what ends it."""
         return self.restored
+
+    @property
+    def holders_lost(self) -> int:
+        """How many replicas were lost to who deals the batches."""
+        return self.losses  # the master does
 
     def may_end(self) -> bool:
         """Whether the run may have ended as it did, for a reason of its own."""

@@ -160,6 +160,8 @@ class Leader:
             self.take(aggregation.Failed(error))
         for handle, at in self.replicas.items():
             if at == task:
+                if not self.is_over:
+                    self.world.lost_handles.add(handle)
                 self.take(aggregation.ReplicaLost(handle))
         if task == self.master:
             self.stop()

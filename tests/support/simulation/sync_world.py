@@ -108,6 +108,7 @@ class SyncWorld(FaultyRun[GatedShard]):
         self.recoveries = Recoveries(0)
         self.life, self.attempts, self.losses, self.restored = -1, 0, 0, 0
         self.number = self.takeovers = 0
+        self.lost_handles = set[str]()
         self.state = "running"
         self.going_back = False
         self.pauses = 0
@@ -260,6 +261,11 @@ class SyncWorld(FaultyRun[GatedShard]):
             self.open_gates()
 
     # ------------------------------------------------------------ losses
+
+    @property
+    def holders_lost(self) -> int:
+        """How many replicas arbiters lost, also while no master was heard."""
+        return len(self.lost_handles)
 
     def lost(self, task: TaskName) -> None:
         name = self.leading(self.number)
