@@ -33,6 +33,7 @@ from jgraph.train.checkpoint.checkpoint import verify
 from jgraph.train.checkpoint.checkpoints import Checkpoints
 from jgraph.train.run.report import Report
 from jgraph.train.run.run import Run
+from jgraph.train.state.durability import Durability
 from jgraph.train.strategies import remote_runs
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.local import Local
@@ -41,7 +42,8 @@ from jgraph.train.strategies.sync_runner import SyncPS
 from tests.support import detach
 from tests.support.detach import make
 from tests.support.models import data
-from tests.support.servers import connected
+from tests.support.servers import Servers, connected
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -359,3 +361,32 @@ def test_what_a_master_cannot_save_is_refused(cluster: Cluster, tmp_path: Path) 
             detached=True,
             checkpoint=Checkpoints(tmp_path, keep=every),
         )
+
+
+@pytest.mark.parametrize("durability", ["replica", "log"])
+def test_what_is_kept_of_a_run_goes_with_it_whoever_trains_next(
+    durability: Durability, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RECORDS_DIR, str(tmp_path))
+    options: dict[str, Any] = {"steps": 4, "batch_size": 8, "progress": False}
+    servers = Servers(ps=2, worker=1)
+    tasks = [server._server for server in servers.servers]
+
+    def streams() -> list[str]:
+        kept = [one.service.records for one in tasks if one is not None]
+        return [stream for one in kept for stream in (*one._sources, *one._copies)]
+
+    try:
+        with connect(servers.servers[0].target, timeout_s=20) as cluster:
+            there = make(cluster, AsyncPS(durability=durability))
+            for _ in range(2):
+                there.fit(data(), **options)
+                wait_until(lambda: not streams())
+            there.fit(data(), detached=True, **options)
+            found = make(cluster, AsyncPS(durability=durability))
+            found.attach(cluster.runs()[-1].name).wait(30)
+            assert found.fit(data(), **options).steps == 16
+            wait_until(lambda: not streams())
+        assert not list(tmp_path.rglob("*.log"))
+    finally:
+        servers.stop()

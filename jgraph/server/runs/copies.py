@@ -10,14 +10,13 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import final
 
 from jgraph.cluster.deadlines import COMPILE_S, REPLAY_S, bulk_timeout_s
 from jgraph.coordination.run.same_version import Ask, Differ, meet
 from jgraph.coordination.run.stand_ins import ring
-from jgraph.errors import CopyLostError, JGError
+from jgraph.errors import CopyLostError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.program import Program
 from jgraph.plan.program.replay import changing, is_recorded, replayed
@@ -383,12 +382,8 @@ class RunCopies:
     # ------------------------------------------------------------ ends
 
     async def close(self) -> None:
-        """Drops the streams that began after a loss; the others are the client's."""
-        for one in self._streams:
-            if "-back." in one.stream:
-                for task in filter(None, (one.task, one.backup)):
-                    with suppress(JGError):  # of a task that is gone nothing is left
-                        await self._reset(TaskName(task), [one.stream])
+        """Drops the streams of the run, which is over."""
+        await self.drop(self.order.copies.streams)
 
     async def _follow(self, one: pb.RunCopy, onto: TaskName, limit_s: float) -> None:
         """Makes a task apply what a ps records, or has in its log."""

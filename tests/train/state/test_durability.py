@@ -29,6 +29,7 @@ from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.wire.record_codec import record_to
 from jgraph.runtime.store.store import VariableStore
 from jgraph.server.replication.follower import ChangeApplier
+from jgraph.server.runs.copies import RunCopies
 from jgraph.train.state.durability import Durability
 from jgraph.train.strategies.async_runner import AsyncPS, AsyncRunner
 from jgraph.train.strategies.strategies import Strategy
@@ -125,6 +126,10 @@ OFTEN = {
 }
 
 
+async def stay(_: RunCopies) -> None:
+    """Leaves what is kept of a run where it is, to be looked at."""
+
+
 @pytest.mark.row(13)
 @pytest.mark.parametrize(
     ("strategy", "kind", "durability"),
@@ -145,11 +150,13 @@ def test_records_make_what_each_ps_holds_again_bit_by_bit(
     strategy: type[AsyncPS] | type[SyncPS],
     kind: str,
     durability: Durability,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After updates by two workers, which no two runs apply in the same order.
 
     A replica has applied them by then; of a log they are applied now.
     """
+    monkeypatch.setattr(RunCopies, "close", stay)
     trainer = trainer_of(cluster, strategy(durability=durability), kind)
     for _ in range(2):  # of which only the second one is kept
         trainer.fit(data_of(kind), steps=30, batch_size=8, progress=False)
