@@ -40,7 +40,8 @@ def export(
 ) -> None:
     """Export a model from a checkpoint. Runs the file; nothing is trained."""
     from jgraph.cli.show import object_at
-    from jgraph.errors import ConfigError
+    from jgraph.errors import ConfigError, JGError
+    from jgraph.graph.tracing.concrete import users_line
     from jgraph.train.export import export as write
     from jgraph.train.trainer import Trainer
 
@@ -53,7 +54,19 @@ def export(
     trainer.restore(checkpoint)
     batch = object_at(f"{file}:{example}")[1]
     function = object_at(f"{file}:{fn}")[1] if fn else None
-    model = write(trainer, batch, output, fn=function, label=label)
+    try:
+        model = write(trainer, batch, output, fn=function, label=label)
+    except JGError:
+        raise
+    except Exception as error:
+        line, first = users_line(error.__traceback__), str(error).partition("\n")[0]
+        what = f"'{fn}'" if fn else "the model"
+        raise ConfigError(
+            f"{what} failed on the example '{example}'"
+            f"{line and f', at {line}'}: {type(error).__name__}: {first}; name a batch "
+            "that it takes with --example, or with --fn a function fn(model, x) of the "
+            "file that gives the model what it takes"
+        ) from error
     facts = {"path": str(model.path), "version": model.version, "nbytes": model.nbytes}
     say(facts, f"{model.path}: {model.nbytes:,} bytes", as_json=as_json)
 

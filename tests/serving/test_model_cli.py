@@ -9,12 +9,14 @@ from typer.testing import CliRunner
 
 from jgraph.cli import app
 from jgraph.cli.show import object_at
+from jgraph.errors import ConfigError
 from tests.support.exported import half_plus_three
 
 TRAIN = """
 import jax.numpy as jnp, numpy as np, optax, jgraph as jg
 from flax import nnx
 X = np.ones((4, 3), np.float32)
+BATCH = {"x": X}
 def loss(model, batch):
     return jnp.mean(model(batch["x"]) ** 2)
 def trainer():
@@ -70,3 +72,9 @@ def test_a_checkpoint_is_exported_by_the_command(tmp_path: Path) -> None:
     assert facts["version"] == 1
     (row,) = typed("model", "ls", tmp_path / "m")
     assert row["labels"] == ["stable"]
+    words = ("export", tmp_path / "saved", f"{file}:trainer", "--example", "BATCH")
+    done = CliRunner().invoke(app, [*map(str, words), "-o", str(tmp_path / "n")])
+    assert isinstance(done.exception, ConfigError)
+    assert "the model failed on the example 'BATCH'" in str(done.exception)
+    assert "--fn" in str(done.exception)
+    assert not (tmp_path / "n").exists()
