@@ -75,9 +75,9 @@ class NullStep(OnCluster):
         self.rows = rows
         self.done = 0
         self._wait_s = compute_wait_s
-        super().__init__(
-            on or jg.LocalCluster(ps=ps, workers=workers, transport=transport, tls=tls)
-        )
+        start_s = 60.0 + 5 * (ps + workers)  # dozens of processes share few cores
+        way: Any = {"transport": transport, "tls": tls, "timeout_s": start_s}
+        super().__init__(on or jg.LocalCluster(ps=ps, workers=workers, **way))
         try:
             self.session = self.cluster.session()
             self.variables = graphs.make_variables(kind, mb, rows, ps, count)
