@@ -7,8 +7,7 @@ in parts of the workers that own them, and leaves the mean of the own part.
 
 import logging
 import socket
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeAlias, final
 
@@ -16,17 +15,12 @@ import numpy as np
 
 from jgraph.cluster.transport_choice import is_loopback
 from jgraph.coordination.sync import group, group_member as member
-from jgraph.errors import MalformedMessageError, TaskMemoryError
 from jgraph.graph.ir import TaskName
-from jgraph.plan.program.accumulate import mean
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.shared_memory.memory_files import MemoryFile
-from jgraph.runtime.gate import Contribution, Key
-from jgraph.runtime.group_child import Layout, stamp
 from jgraph.server.gates.group_child import GroupChild
 from jgraph.server.gates.group_host import GroupHost
+from jgraph.server.gates.group_memory import GroupMemory
 from jgraph.server.gates.timers import CallLater, Timer
-from jgraph.view.units import bytes_text
 
 _LOG = logging.getLogger("jgraph.group")
 
@@ -75,16 +69,10 @@ class GroupSums:
         self._call_later = call_later
         self._task = host.context.task
         self._members = [TaskName(part.task) for part in order.parts]
-        self._parts = [_places(container, p.variables, p.elements) for p in order.parts]
         self._rank = self._members.index(self._task)
-        self._elements = max(sum(part.elements) for part in order.parts)
         self._start_s = START_SHARE * order.limit_s
         self._sum_s = SUM_SHARE * order.limit_s
-        self._layout = Layout(len(self._members), self._elements)
-        self._memory = _memory_file(self._task, self._layout.nbytes)
-        self._rows, self._mean = self._layout.rows(self._memory.data)
-        self._came: defaultdict[int, dict[TaskName, _Array]] = defaultdict(dict)
-        self._shapes: dict[Key, tuple[int, ...]] = {}
+        self._memory = GroupMemory(self._task, order, container)
         self._port = 0
         self._machine = member.GroupMember(version)
         leads = self._task == self._members[0]
@@ -111,23 +99,10 @@ class GroupSums:
                 self._say(other, pb.GroupNews(asked=_EMPTY))
         self._say(self._members[0], pb.GroupNews(opened=_EMPTY))
 
-    def keep(self, version: int, values: Contribution) -> Contribution:
-        """Takes what is summed of a contribution; returns what is not.
-
-        Args:
-          version: to which it is.
-          values: of the own replica all that is summed, of others nothing of that.
-        """
-        if not any(key in values for part in self._parts for key in part):
-            return values
-        others = dict(values)
-        for row, part in zip(self._rows, self._parts, strict=True):
-            for key, place in part.items():
-                value = others.pop(key)
-                row[place] = value.reshape(-1)
-                self._shapes[key] = value.shape
-        self._rows[:, -1] = stamp(version)
-        return others
+    @property
+    def memory(self) -> GroupMemory:
+        """What is summed of this task, and the mean of what it owns."""
+        return self._memory
 
     def all_contributed(self, version: int) -> None:
         """All replicas have contributed to a version."""
@@ -136,19 +111,6 @@ class GroupSums:
     def decided(self) -> None:
         """What was summed last is part of an update."""
         self._take(member.UpdateDecided())
-
-    def joined(self, chosen: Sequence[Contribution]) -> Contribution:
-        """Returns one contribution for all: means, those of the own part from the sum.
-
-        Args:
-          chosen: what else was contributed, in the order in which it is summed.
-        """
-        others = {key: mean([each[key] for each in chosen]) for key in chosen[0]}
-        own = {
-            key: self._mean[place].reshape(self._shapes[key])
-            for key, place in self._parts[self._rank].items()
-        }
-        return {**others, **own}
 
     def received(
         self, src: TaskName, news: pb.GroupNews, tensors: Sequence[Any]
@@ -166,7 +128,8 @@ class GroupSums:
             case "asked":
                 self._say(src, pb.GroupNews(opened=_EMPTY))
             case "part":
-                self._part_came(src, news.part, tensors)
+                if self._memory.take_row(src, news.part, tensors):
+                    self._take(member.MessagesSummed(news.part))
             case _ if src == self._members[0]:
                 self._heard_of_leader(news)
 
@@ -270,9 +233,9 @@ class GroupSums:
                 self._sum_timer = self._call_later(self._sum_s, late)
                 self._child.sum(version)
             case member.SendParts(version):
-                for owner, row in zip(self._members, self._rows, strict=True):
+                for owner in self._members:
                     news = pb.GroupNews(part=version)
-                    self._say(owner, news, [np.array(row)])
+                    self._say(owner, news, [self._memory.row(owner)])
             case member.GiveSum(version):
                 _LOG.debug("%s has its sum of update %d", self._task, version)
                 self._give()
@@ -283,7 +246,7 @@ class GroupSums:
         setup = {
             "rank": self._rank,
             "members": len(self._members),
-            "elements": self._elements,
+            "elements": self._memory.elements,
             "memory": self._memory.fd,
             "address": f"{leader}:{self._port}",
             "host": host.strip("[]"),
@@ -321,27 +284,6 @@ class GroupSums:
             self._sum_timer.cancel()
             self._sum_timer = None
 
-    def _part_came(self, src: TaskName, version: int, tensors: Sequence[Any]) -> None:
-        """Takes what a replica contributed to the own part.
-
-        Raises:
-          MalformedMessageError: it is not of its size.
-        """
-        sizes = [(np.shape(one), np.asarray(one).dtype) for one in tensors]
-        if sizes != [(self._mean.shape, self._mean.dtype)]:
-            raise MalformedMessageError(
-                f"{src} sends {sizes} as its part of update {version}, and not "
-                f"float32[{self._layout.width}]"
-            )
-        for old in [one for one in self._came if one < version]:
-            del self._came[old]
-        self._came[version][src] = np.asarray(tensors[0])
-        if len(self._came[version]) == len(self._members):
-            came = self._came.pop(version)
-            # Not where a child that was ended a moment ago may still write.
-            self._mean = mean([came[one] for one in self._members])
-            self._take(member.MessagesSummed(version))
-
     # ------------------------------------------------------------ sending
 
     def _tell(self, news: pb.GroupNews) -> None:
@@ -358,29 +300,6 @@ class GroupSums:
             self.received(dst, news, tensors)
         else:
             self._post(dst, news, tensors)
-
-
-def _places(
-    container: str, names: Sequence[str], elements: Sequence[int]
-) -> Mapping[Key, slice]:
-    """Returns where in its row each variable of a part lies."""
-    ends = np.cumsum(elements).tolist()
-    starts = [0, *ends[:-1]]
-    return {
-        (container, name): slice(start, end)
-        for name, start, end in zip(names, starts, ends, strict=True)
-    }
-
-
-def _memory_file(task: TaskName, nbytes: int) -> MemoryFile:
-    try:
-        return MemoryFile(nbytes, b"")
-    except OSError as error:
-        raise TaskMemoryError(
-            f"SyncPS(dense='xla'): {task} has no {bytes_text(nbytes)} to lend to a "
-            f"child process ({error.strerror or error}); write dense='workers'",
-            task=task,
-        ) from error
 
 
 def _free_port(host: str) -> int:

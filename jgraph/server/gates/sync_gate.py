@@ -232,7 +232,7 @@ class SyncGateShell:
                 assert self._new is not None  # this is said of nothing else
                 step, slot, values = self._new
                 if self.sums is not None:
-                    values = self.sums.keep(self._machine.version, values)
+                    values = self.sums.memory.keep(self._machine.version, values)
                 if self.host_sums is not None:
                     values = self.host_sums.keep(step, slot, values)
                 self._contributions[step] = values
@@ -248,6 +248,6 @@ class SyncGateShell:
                 self._contributions.clear()
                 if self.sums is not None:
                     self.sums.decided()
-                    self._chosen = (self.sums.joined(self._chosen),)
+                    self._chosen = (self.sums.memory.joined(self._chosen),)
                 if self.host_sums is not None:
                     self.host_sums.decided(tuple(steps))

@@ -181,12 +181,14 @@ def test_a_part_of_another_size_is_refused_and_a_whole_set_is_averaged() -> None
             with pytest.raises(MalformedMessageError, match=r"float32\[16\]"):
                 sums.received(ONE, news, [wrong])
         a, b = np.ones(3, np.float32), np.array([[4], [6]], np.float32)
-        kept = sums.keep(0, {("g", "mean/a"): a, ("g", "mean/b"): b, ("g", "x"): a})
+        kept = sums.memory.keep(
+            0, {("g", "mean/a"): a, ("g", "mean/b"): b, ("g", "x"): a}
+        )
         assert list(kept) == [("g", "x")]
         sums.received(ONE, news, [np.full(16, 2, np.float32)])
         sums.received(ONE, pb.GroupNews(gave_up=pb.Empty()), [])
         sums.all_contributed(0)
-        joint = sums.joined([{("g", "x"): a}, {("g", "x"): 3 * a}])
+        joint = sums.memory.joined([{("g", "x"): a}, {("g", "x"): 3 * a}])
         assert joint["g", "mean/b"].tolist() == [[3], [4]]
         assert joint["g", "x"].tolist() == [2, 2, 2]
         there.drop_all()
