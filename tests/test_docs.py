@@ -23,7 +23,7 @@ def lines_of(example: str, directory: Path) -> list[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=240,  # docs/serving.md compiles many functions
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -83,8 +83,16 @@ CLUSTER_ARGUMENTS: Final[Mapping[str, str]] = {
     "num_workers": "workers=2",
     "worker": "workers=2",
 }
-
-
+MODEL_SERVER_ARGUMENTS: Final[Mapping[str, str]] = {
+    "address": "bind='127.0.0.1'",
+    "certfile": "tls=(certificate, key)",
+    "host": "bind='127.0.0.1'",
+    "model_base_path": "path, a directory of models",
+    "port": "grpc_port=8001, http_port=8000",
+    "rest_api_port": "http_port=8000",
+    "rest_port": "http_port=8000",
+    "token": "token_file='serve_token'",
+}
 ASYNC_ARGUMENTS: Final[Mapping[str, str]] = {
     "backup_workers": "SyncPS(backup_workers=1)",
     "replicas_to_aggregate": "SyncPS(replicas_to_aggregate=2)",

@@ -24,6 +24,7 @@ from jgraph.errors import (
     InsecureError,
     PortInUseError,
     TokenError,
+    hints,
 )
 from jgraph.rpc.grpc.listening import listen, server_options, stop_listening
 from jgraph.rpc.security.token import SERVE_NAME, Token, home, own_path
@@ -90,6 +91,7 @@ class ModelServer:
       [3.5, 4.0, 5.5]
     """
 
+    @hints.naming_arguments(hints.MODEL_SERVER_ARGUMENTS)
     def __init__(
         self,
         path: str | Path | None,

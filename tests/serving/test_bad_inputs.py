@@ -12,7 +12,7 @@ import pytest
 
 import jgraph as jg
 from jgraph.coordination.serving import joining
-from jgraph.errors import ArtifactError, ModelInputError
+from jgraph.errors import ArtifactError, ConfigError, ModelInputError
 from jgraph.runtime.files.manifest import checksum
 from jgraph.serving import oip_http, tf_http
 from jgraph.serving._pb import inference_pb2 as pb
@@ -140,3 +140,19 @@ def test_bad_manifests_are_refused_by_name(tmp_path: Path) -> None:
             read_manifest(version)
     file.write_text(json.dumps({**good, "crc32": checksum(good)}))
     read_manifest(version)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("port", "write grpc_port=8001, http_port=8000"),
+        ("host", "write bind="),
+        ("http_prot", "write http_port=…"),
+    ],
+)
+def test_an_argument_that_a_server_has_not_is_told_with_what_it_has(
+    name: str, instead: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"ModelServer has no argument '{name}'") as e:
+        jg.serve(tmp_path, **{name: 8000})
+    assert instead in e.value.message
