@@ -149,7 +149,8 @@ def noop(models: Path, a: Any) -> list[float]:
 def batchings(models: Path, a: Any) -> list[float]:
     """How much faster rows are answered together than one by one, by model."""
     alone = "[batching]\nmax_rows = 1\n"
-    layers, row_s = layers_of_a_millisecond(models.with_name("drafts"))
+    with tempfile.TemporaryDirectory() as drafts:
+        layers, row_s = layers_of_a_millisecond(Path(drafts))
     made = {"large": (WIDE, layers), "small": (16, 2)}
     for name, (width, layers) in made.items():
         mlp(models, name, width=width, layers=layers)
