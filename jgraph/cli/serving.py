@@ -41,7 +41,7 @@ def export(
     """Export a model from a checkpoint. Runs the file; nothing is trained."""
     from jgraph.cli.show import object_at
     from jgraph.errors import ConfigError, JGError
-    from jgraph.graph.tracing.concrete import users_line
+    from jgraph.graph.tracing.concrete import failure
     from jgraph.train.export import export as write
     from jgraph.train.trainer import Trainer
 
@@ -59,11 +59,9 @@ def export(
     except JGError:
         raise
     except Exception as error:
-        line, first = users_line(error.__traceback__), str(error).partition("\n")[0]
         what = f"'{fn}'" if fn else "the model"
         raise ConfigError(
-            f"{what} failed on the example '{example}'"
-            f"{line and f', at {line}'}: {type(error).__name__}: {first}; name a batch "
+            f"{what} failed on the example '{example}'{failure(error)}; name a batch "
             "that it takes with --example, or with --fn a function fn(model, x) of the "
             "file that gives the model what it takes"
         ) from error

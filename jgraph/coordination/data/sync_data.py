@@ -39,7 +39,7 @@ Places: TypeAlias = tuple[int, ...]
 """Those of the batches of one step."""
 
 MANY: Final = 64
-"""Of fewer replicas it costs less to keep what each holds one by one."""
+"""Of fewer it costs less to keep what each holds, or contributed, one by one."""
 
 ROUNDS: Final = 16
 """For so many updates a run deals batches to a replica at once."""

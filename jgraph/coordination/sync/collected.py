@@ -5,14 +5,12 @@ one by one is kept so. Each is known by its data slot.
 """
 
 from collections.abc import Sequence
-from typing import Final, final
+from typing import final
 
 import numpy as np
 
+from jgraph.coordination.data.sync_data import MANY
 from jgraph.coordination.sync.roster import Column, Step, Steps
-
-MANY: Final = 64
-"""So few cost less one by one."""
 
 
 @final

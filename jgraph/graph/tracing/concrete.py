@@ -65,6 +65,12 @@ def as_graph_error(error: Exception, title: str) -> GraphError | None:
     return None
 
 
+def failure(error: BaseException) -> str:
+    """Returns where a user's code failed, and as what: ``, at f.py:3: KeyError: x``."""
+    first, line = str(error).partition("\n")[0], users_line(error.__traceback__)
+    return f"{line and f', at {line}'}: {type(error).__name__}: {first}"
+
+
 def users_line(traceback: TracebackType | None) -> str:
     """Returns ``file:number`` of the innermost frame in the user's own code."""
     found = ""

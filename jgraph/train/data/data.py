@@ -15,7 +15,7 @@ from jgraph.client.state.sources import SourceFacts
 from jgraph.coordination.data.slots import Part, SlotPlan
 from jgraph.errors import DataError, JGError, OuterStateError
 from jgraph.graph.graph import Graph
-from jgraph.graph.tracing.concrete import as_graph_error, users_line
+from jgraph.graph.tracing.concrete import as_graph_error, failure
 from jgraph.runtime.data.batches import (
     Array,
     ArrayReader,
@@ -451,13 +451,11 @@ def naming_data(dataset: Dataset, batch_size: int) -> Iterator[None]:
             raise
         if (graph_error := as_graph_error(error, "the loss")) is not None:
             raise graph_error from error
-        first = str(error).partition("\n")[0]
-        line = users_line(error.__traceback__)
         instead = _instead(dataset, batch_size)
         raise DataError(
             f"the loss failed on a batch of {dataset.describe(batch_size)}"
-            f"{line and f', at {line}'}: {type(error).__name__}: {first}; check the "
-            f"data against what the model and the loss take{instead}"
+            f"{failure(error)}; check the data against what the model and the loss "
+            f"take{instead}"
         ) from error
 
 
