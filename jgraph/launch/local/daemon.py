@@ -212,7 +212,8 @@ def forget_tasks(name: str, pids: Mapping[TaskName, int]) -> None:
 
     Args:
       name: of the cluster.
-      pids: their processes: one that starts may have the name of a task that left.
+      pids: their processes: one that starts may have the name of a task that left. A
+        task that the daemon has started again since is known by the one before, too.
 
     Raises:
       ClusterUnreachableError: no such cluster runs.
@@ -304,9 +305,7 @@ def _carry_out(tasks: TaskProcesses, orders: Path) -> None:
         orders.unlink()
         for act, *words in map(str.split, lines):
             if act == "forget":
-                task, pid = TaskName(words[0]), int(words[1])
-                if tasks.pids.get(task) == pid:  # else it was forgotten before
-                    tasks.forget(task)
+                tasks.forget_process(TaskName(words[0]), int(words[1]))
             else:
                 job, count = words
                 tasks.forget_ended()

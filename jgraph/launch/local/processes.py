@@ -84,6 +84,7 @@ class TaskProcess:
         self._options = [transport, tls_directory, overdue, *allow_sources]
         self._environment = {**os.environ, **environment}
         self._kills_before = 0
+        self._earlier_pids: set[int] = set()
         if joins is None:
             alone = {job: {index or 0: "127.0.0.1:0"}}
             joins = ClusterSpec(alone, port_zero=True)
@@ -92,7 +93,12 @@ class TaskProcess:
     def start(self, spec: ClusterSpec) -> None:
         """Starts it again, after its end, where it is in ``spec``."""
         self.end()
+        self._earlier_pids.add(self.process.pid)
         self.process = self._started(spec)
+
+    def had(self, pid: int) -> bool:
+        """Whether this was its process id, now or before it was started again."""
+        return pid == self.process.pid or pid in self._earlier_pids
 
     def _started(self, spec: ClusterSpec) -> "subprocess.Popen[str]":
         child = [sys.executable, "-m", "jgraph.launch.local.child", *self._which]
@@ -338,6 +344,16 @@ class TaskProcesses:
         chief = TaskName("/job:worker/task:0")
         tasks = [process.task for process in self._processes]
         return chief if chief in tasks else tasks[0]
+
+    def forget_process(self, task: TaskName, pid: int) -> None:
+        """Forgets a task that left, unless another process has its name by now.
+
+        Args:
+          task: the task that left.
+          pid: its process id when it left, or before it was started again last.
+        """
+        if any(p.task == task and p.had(pid) for p in self._processes):
+            self.forget(task)
 
     @property
     def pids(self) -> dict[str, int]:

@@ -1,9 +1,10 @@
 """Orders for the daemon of a cluster on this machine."""
 
 import os
+import threading
 from pathlib import Path
-from typing import cast
 
+import psutil
 import pytest
 
 from jgraph.graph.ir import TaskName
@@ -23,22 +24,26 @@ def test_orders_are_carried_out_in_the_order_that_they_were_given_in(
     assert [path.name for path in daemon._orders("mine")] == given
 
 
-class Tasks:
-    """Processes of tasks that join and leave."""
-
-    def __init__(self, pids: dict[str, int]) -> None:
-        self.pids = pids
-
-    def forget(self, task: TaskName) -> None:
-        """Waits for the end of a task."""
-        del self.pids[task]
-
-
-def test_only_the_process_that_left_is_forgotten(tmp_path: Path) -> None:
-    """Another one has the name of the second by now, and the third is forgotten."""
-    tasks = Tasks({"/job:worker/task:1": 41, "/job:worker/task:2": 52})
-    orders = tmp_path / "mine.orders"
-    lines = [f"forget /job:worker/task:{n} {41 + n - 1}" for n in (1, 2, 3)]
-    orders.write_text("\n".join(lines))
-    daemon._carry_out(cast("TaskProcesses", tasks), orders)
-    assert tasks.pids == {"/job:worker/task:2": 52}
+@pytest.mark.procs
+def test_only_the_process_that_left_is_forgotten_and_what_was_started_again(
+    tmp_path: Path,
+) -> None:
+    back = threading.Semaphore(0)
+    names = [TaskName(f"/job:worker/task:{index}") for index in range(4)]
+    tasks = TaskProcesses(
+        {"worker": 3}, tmp_path, {}, restarts=1, on_start=back.release
+    )
+    try:
+        pids = [tasks.pids[name] for name in names[:3]]
+        psutil.Process(pids[2]).kill()
+        assert back.acquire(timeout=60)
+        assert tasks.pids[names[2]] != pids[2]
+        orders = tmp_path / "mine.orders"
+        # Another process has the name of the first by now, and the last is forgotten.
+        left = [names[0], names[1], names[2], names[3]], [pids[1], *pids[1:], pids[2]]
+        lines = [f"forget {name} {pid}" for name, pid in zip(*left, strict=True)]
+        orders.write_text("\n".join(lines))
+        daemon._carry_out(tasks, orders)
+        assert list(tasks.pids) == [names[0]]
+    finally:
+        tasks.end()
