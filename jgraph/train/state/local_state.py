@@ -25,6 +25,7 @@ class LocalState:
 
     def __init__(self, step: TrainStep) -> None:
         self._step = step
+        self._count = step.names.index("global_step")
         # Held while buffers change hands: users may look at a run from any thread.
         self.lock = threading.Lock()
         self.arrays: list[Any] = []
@@ -36,7 +37,7 @@ class LocalState:
     def global_step(self) -> int:
         """See ``RunState.global_step``."""
         with self.lock:
-            return int(self._step.unflatten(self.arrays)["global_step"])
+            return int(self.arrays[self._count])
 
     def values(
         self, *, model_only: bool = False, halted: bool = False

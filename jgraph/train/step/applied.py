@@ -14,6 +14,7 @@ from jgraph.runtime.data.batches import Array
 from jgraph.train.model.checks import FINITE
 from jgraph.train.state.runner import Chunk
 from jgraph.train.step.train_step import TrainStep
+from jgraph.train.tables.ids import have_rows
 from jgraph.train.tables.row_step import RowStep
 
 
@@ -48,6 +49,8 @@ class IdCheck:
 
     Ids follow from the batch and the step's seeds alone. To look at them in the step
     itself would let each of its results wait, and choose, for what is hardly ever so.
+    Where the ids are elements of the batch, as usual, NumPy finds in no time that all
+    have rows; elsewhere, and to say which has none, JAX computes them.
 
     Args:
       by_rows: of the step; has lookups.
@@ -57,6 +60,10 @@ class IdCheck:
     def __init__(self, by_rows: RowStep, batch: Any) -> None:
         self._lookups = by_rows.lookups()
         leaves, tree = jax.tree.flatten(batch)
+        bounds = by_rows.fed_ids()
+        if bounds is not None and any(feed >= len(leaves) for feed in bounds):
+            bounds = None  # they are the seeds of a step
+        self._bounds = bounds
         number = jax.ShapeDtypeStruct((), np.int32)
 
         def bad_ids(step: Any, replica: Any, *leaves: Any) -> jax.Array:
@@ -65,18 +72,27 @@ class IdCheck:
 
         self._run = jax.jit(bad_ids).lower(number, number, *leaves).compile()
 
-    def look(self, step: Any, replica: Any, *batch: Array) -> jax.Array:
-        """Returns, without waiting for it, an id without a row of each lookup."""
+    def look(self, step: Any, replica: Any, *batch: Array) -> jax.Array | None:
+        """Returns, without waiting for it, an id without a row of each lookup.
+
+        None: each id has a row.
+        """
+        if self._bounds is not None and all(
+            have_rows(batch[feed], rows) for feed, rows in self._bounds.items()
+        ):
+            return None
         result: jax.Array = self._run(step, replica, *batch)
         return result
 
-    def error(self, bad_ids: jax.Array, step: int) -> JGError | None:
+    def error(self, bad_ids: jax.Array | None, step: int) -> JGError | None:
         """Returns what to say of what ``look`` saw; None: each id has a row.
 
         Args:
           bad_ids: what it returned.
           step: whose batch it is.
         """
+        if bad_ids is None:
+            return None
         found = np.asarray(bad_ids)
         if (found == NO_ID).all():
             return None

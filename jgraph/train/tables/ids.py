@@ -16,6 +16,7 @@ from jgraph.train.tables.flat_update import makers_of
 
 OF_BAGS = "jgraph_bags"
 """Name of the scope of lookups in which places may have no id."""
+_PARTS = {"slice", "rev", "transpose", "copy", "copy_p", "broadcast_in_dim"}
 
 
 def usable_ids(
@@ -90,6 +91,18 @@ def first_bad_id(ids: jax.Array, rows: int) -> jax.Array:
     return jnp.where(bad.any(), ids[jnp.argmax(bad)], NO_ID)
 
 
+def have_rows(ids: np.ndarray[Any, Any], rows: int) -> bool:
+    """Whether each of some integers is the number of a row.
+
+    Example:
+      >>> have_rows(np.array([3, 4]), 5), have_rows(np.array([3, -1]), 5)
+      (True, False)
+    """
+    # As unsigned ones negative numbers are large: one look at each is enough.
+    unsigned = ids.view(np.dtype(f"u{ids.itemsize}"))
+    return ids.size == 0 or bool(unsigned.max() < min(rows, 1 << 8 * ids.itemsize - 1))
+
+
 @final
 class Ids:
     """What the ids of lookups are made from."""
@@ -150,6 +163,15 @@ class Ids:
         needs |= {v for v in atoms if isinstance(v, Var)}
         return equations, sorted(i for v, i in self._inputs.items() if v in needs)
 
+    def feed(self, ids: Atom) -> int | None:
+        """Returns of which feed ids are elements, as they come; None: of none."""
+        equation = self._maker(ids)
+        while equation is not None and (_is_reshape(equation) or _is_part(equation)):
+            ids = equation.invars[0]
+            equation = self._maker(ids)
+        number = self._inputs.get(ids, -1) if isinstance(ids, Var) else -1
+        return number - self._first_feed if number >= self._first_feed else None
+
     def refused(self, ids: Atom) -> str | None:
         """Returns why rows cannot be looked up by these ids beforehand, or None."""
         _, inputs = self.inputs([ids])
@@ -181,8 +203,14 @@ def _is_reshape(equation: Equation) -> bool:
     if equation.primitive.name in ("reshape", "squeeze", "expand_dims"):
         return True
     if equation.primitive.name == "convert_element_type":
-        return bool(np.can_cast(equation.invars[0].aval.dtype, np.int32))
+        source, target = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+        return all(np.can_cast(source, dtype) for dtype in (np.int32, target))
     if equation.primitive.name != "broadcast_in_dim":
         return False
     source, target = equation.invars[0].aval, equation.outvars[0].aval
     return bool(math.prod(source.shape) == math.prod(target.shape))
+
+
+def _is_part(equation: Equation) -> bool:
+    """Whether each element is one of the operand."""
+    return equation.primitive.name in _PARTS

@@ -140,6 +140,24 @@ class RowStep:
             for part in _usable(table, ids)
         ]
 
+    def fed_ids(self) -> dict[int, int] | None:
+        """Returns below what the integers of which leaves of a batch have rows.
+
+        Where all are, ``bad_ids`` finds nothing. None: ids are computed, and only they
+        can tell.
+        """
+        bounds: dict[int, int] = {}
+        for table in (self.checked or self.tables).tables:
+            for lookup in () if table.hashed else table.lookups:
+                if lookup.mode != "error":
+                    continue  # an id without a row is no error
+                if lookup.feed is None:
+                    return None
+                bounds[lookup.feed] = min(
+                    table.rows, bounds.get(lookup.feed, table.rows)
+                )
+        return bounds
+
     def most(self, table: RowTable) -> int:
         """Returns how many ids of a table a worker has at most."""
         return table.count * self.count

@@ -41,12 +41,15 @@ class Lookup:
       mode: what becomes of ids out of range: ``"error"``, ``"drop"`` (no row), or
         ``"clip"`` (the nearest row).
       of_bags: ``NO_ID`` among the ids is none.
+      feed: of which leaf of (batch, seeds) the ids are elements, as they come; None:
+        they are computed.
     """
 
     feature: str
     shape: tuple[int, ...]
     mode: str
     of_bags: bool = False
+    feed: int | None = None
 
     @property
     def count(self) -> int:
@@ -246,6 +249,7 @@ class _Traced:
                         _shape(v)[:-1] if is_hash else _shape(v),
                         _mode(equation),
                         OF_BAGS in _compat.name_stack_of(equation),
+                        ids.feed(v),
                     )
                     for equation, v in reads
                 )

@@ -1,5 +1,7 @@
 """Tables of a run in one process: updated where they lie, ids checked before."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -7,11 +9,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hypothesis import given, strategies as st
 
 from jgraph.errors import RowIdError
 from jgraph.train.data.data import as_dataset
 from jgraph.train.model.adapters import adapt
-from jgraph.train.step.applied import IdCheck
+from jgraph.train.step.applied import IdCheck, id_check_of
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.strategies.local import LocalRunner
 from jgraph.train.trainer import Trainer
@@ -121,3 +124,58 @@ def test_ids_are_looked_at_before_the_step_on_the_batch_before_is_called(
     trainer = Trainer(TwoTables(), loss, optax.sgd(0.1))
     trainer.fit(DATA, steps=3, batch_size=BATCH, progress=False)
     assert calls == ["look", "look", "step", "look", "step", "step"]
+
+
+IDS_OF: dict[str, Callable[[Any], Any]] = {
+    "as they come": lambda ids: ids,
+    "some of them": lambda ids: ids[:, 1:],
+    "turned": lambda ids: ids.T[::-1],
+    "repeated": lambda ids: jnp.broadcast_to(ids[None], (2, *ids.shape)),
+    "as int8": lambda ids: ids.astype(jnp.int8),
+    "as int16": lambda ids: ids.astype(jnp.int16),
+    "as uint32": lambda ids: ids.astype(jnp.uint32),
+    "one more": lambda ids: ids + 1,
+    "half": lambda ids: ids // 2,
+    "clipped": lambda ids: jnp.clip(ids, 0, 299),
+}
+AS_THEY_COME = {"as they come", "some of them", "turned", "repeated"}
+
+
+@functools.cache
+def check_of(way: str, dtype: str) -> IdCheck:
+    model = nnx.Embed(300, 2, rngs=nnx.Rngs(0))
+
+    def loss_of(model: Any, batch: Any) -> Any:
+        return model(IDS_OF[way](batch["ids"])).sum()
+
+    batch = as_dataset({"ids": np.zeros((4, 3), dtype)}).step_avals(2)
+    step = TrainStep(adapt(model, loss_of, seed=0), optax.sgd(0.1), alone=True)
+    check = id_check_of(step, batch)
+    assert check is not None
+    return check
+
+
+@pytest.mark.parametrize("way", IDS_OF)
+def test_ids_of_the_batch_are_looked_at_without_jax_where_they_are_used_as_they_come(
+    way: str,
+) -> None:
+    one = np.int32(1)
+    look = check_of(way, "int32").look(one, one, np.full((2, 3), 7, np.int32))
+    assert (look is None) == (way in AS_THEY_COME)
+
+
+@given(
+    st.sampled_from(sorted(IDS_OF)),
+    st.sampled_from(["int8", "int32", "uint8", "uint32"]),
+    st.lists(st.integers(-130, 305), min_size=6, max_size=6),
+)
+@pytest.mark.hypothesis
+def test_no_id_without_a_row_passes_where_jax_is_not_asked(
+    way: str, dtype: str, numbers: list[int]
+) -> None:
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    ids = np.clip(numbers, least, most).astype(dtype).reshape(2, 3)
+    check, one = check_of(way, dtype), np.int32(1)
+    used = np.asarray(IDS_OF[way](jnp.asarray(ids)))
+    error = check.error(check.look(one, one, ids), 1)
+    assert (error is not None) == bool(((used < 0) | (used >= 300)).any())
