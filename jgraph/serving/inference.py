@@ -350,9 +350,16 @@ def asked_timeout(timeout_us: object, left_s: float | None) -> float | None:
     """
     if timeout_us is None:
         return left_s
-    if isinstance(timeout_us, bool) or not isinstance(timeout_us, int | float):
-        raise ModelInputError("the parameter 'timeout' is a number of microseconds")
-    asked_s = max(0, min(timeout_us, _LONGEST_S * 1_000_000)) / 1e6
-    if not asked_s > 0:
+    if (
+        isinstance(timeout_us, bool)
+        or not isinstance(timeout_us, int | float)
+        or not timeout_us >= 0  # NaN is not below it, and no number either
+    ):
+        raise ModelInputError(
+            "the parameter 'timeout' is a number of microseconds, and 0 where the "
+            f"request has none of its own; it is {timeout_us!s:.40}"
+        )
+    asked_s = min(timeout_us, _LONGEST_S * 1_000_000) / 1e6
+    if not asked_s:
         return left_s
     return asked_s if left_s is None else min(left_s, asked_s)

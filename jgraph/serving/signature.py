@@ -42,6 +42,8 @@ FEW: Final = 64
 """Numbers that Python looks at sooner than NumPy."""
 PART: Final = 1024
 """Elements of a list that become an array in one call."""
+_BOOLS: Final = frozenset({bool, np.bool_})
+_LISTS: Final = frozenset({list, tuple})
 
 
 @final
@@ -317,6 +319,8 @@ def array_of_numbers(spec: TensorSpec, value: Any) -> Array:
     kinds = {"b": "b", "i": "iu", "u": "iu"}.get(wanted.kind, "iuf")
     if array.dtype.kind not in kinds:
         raise _no_numbers(spec, f"has values that are no {spec.dtype}")
+    if wanted.kind != "b" and isinstance(value, list) and _holds_bool(value):
+        raise _no_numbers(spec, "has true or false among its numbers; send 1 or 0")
     if wanted.kind in "iu":
         limits = np.iinfo(wanted)
         if not (limits.min <= array.min() and array.max() <= limits.max):
@@ -344,6 +348,23 @@ def _as_array(value: Any) -> Array:
     if len({(part.dtype, part.shape[1:]) for part in parts}) > 1:
         return np.asarray(value)
     return np.concatenate(parts)
+
+
+def _holds_bool(value: Sequence[Any]) -> bool:
+    """Whether a list has True or False somewhere, of which NumPy makes 1 and 0.
+
+    Between parts of a long one other threads have a turn, as where it becomes an array.
+    """
+    for first in range(0, len(value), PART):
+        part = value[first : first + PART]
+        kinds = set(map(type, part))
+        if not kinds.isdisjoint(_BOOLS):
+            return True
+        if not kinds.isdisjoint(_LISTS) and any(
+            _holds_bool(one) for one in part if type(one) in _LISTS
+        ):
+            return True
+    return False
 
 
 def _no_numbers(spec: TensorSpec, why: str) -> ModelInputError:

@@ -62,6 +62,8 @@ def told(server: jg.ModelServer, **change: Any) -> tuple[int, str]:
         ({"shape": ["1"]}, "list of sizes"),
         ({"data": ["1"]}, "no float32"),
         ({"data": [[1], [1, 2]]}, "no array"),
+        ({"shape": [3], "data": [1, 2, True]}, "true or false among its numbers"),
+        ({"shape": [3000], "data": [0] * 2999 + [False]}, "true or false among"),
         ({"data": [1e39]}, "does not hold"),
         ({"data": 1.0}, "list of values"),
         ({"data": None}, "list of values"),
@@ -109,6 +111,16 @@ def test_a_body_that_is_no_request_is_refused(
     assert (status, answer["code"]) == (400, "JG-603")
     status, answer, _ = call(server, "POST", "/v1/models/ctr:predict", body)
     assert (status, answer["code"]) == (400, "JG-603")
+
+
+def test_a_timeout_is_not_negative_and_0_is_none(server: jg.ModelServer) -> None:
+    asked = {"inputs": [GOOD], "parameters": {"timeout": -5}}
+    status, answer, _ = call(server, "POST", INFER, asked)
+    assert (status, answer["code"]) == (400, "JG-603")
+    assert "'timeout' is a number of microseconds" in answer["error"]
+    assert "it is -5" in answer["error"]
+    asked["parameters"] = {"timeout": 0}
+    assert call(server, "POST", INFER, asked)[0] == 200
 
 
 def test_names_in_any_script_are_taken_and_told(tmp_path: Path) -> None:

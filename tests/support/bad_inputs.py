@@ -6,6 +6,7 @@ What they decode to is no request for a model of ``x: float32[b,2]``, ``n: int8[
 
 import json
 from collections.abc import Mapping
+from math import nan
 from typing import Any, Final
 
 X: Final[Mapping[str, Any]] = {
@@ -62,6 +63,13 @@ JSON: Final[Mapping[str, bytes]] = {
     "values beyond the type": infer(X, {**N, "data": [300]}, B),
     "a float for an integer": infer(X, {**N, "data": [1.5]}, B),
     "a number for a truth": infer(X, N, {**B, "data": [1]}),
+    "a truth among numbers": infer({**X, "data": [1, True]}, N, B),
+    "a truth among rows": infer({**X, "data": [[1, True]]}, N, B),
+    "a truth among integers": infer(
+        {**X, "shape": [2, 2], "data": [1, 2, 3, 4]},
+        {**N, "shape": [2], "data": [True, 3]},
+        {**B, "shape": [2], "data": [True, False]},
+    ),
     "NaN": infer({**X, "data": [float("nan"), 1]}, N, B),
     "1e400": infer(X, N, B).replace(b"[1, 2]}", b"[1e400, 2]}", 1),
     "a key twice": b'{"inputs": [], "inputs": []}',
@@ -75,6 +83,8 @@ JSON: Final[Mapping[str, bytes]] = {
     "an id that is no string": infer(X, N, B, id=7, inputs=7),
     "parameters that are no object": infer(X, N, B, parameters=[1]),
     "a time that is no number": infer(X, N, B, parameters={"timeout": "soon"}),
+    "a time below none": infer(X, N, B, parameters={"timeout": -1}),
+    "a time that is true": infer(X, N, B, parameters={"timeout": True}),
     "more bytes than there are": infer(binary(1 << 40), N, B),
     "fewer bytes than none": infer(binary(-1), N, B),
     "bytes that are not there": infer(binary(8), N, B),
@@ -97,6 +107,9 @@ TENSORFLOW: Final[Mapping[str, bytes]] = {
     ).encode(),
     "a name that is no string": json.dumps(
         {"instances": [_ROW], "signature_name": 7}
+    ).encode(),
+    "a truth among numbers": json.dumps(
+        {"instances": [{**_ROW, "x": [1, True]}]}
     ).encode(),
     "1e400": b'{"instances": [{"x": [1e400, 2], "n": 1e400, "b": true}]}',
     "a depth of 100,000": b'{"instances":' + b"[" * 100_000,
@@ -151,8 +164,10 @@ def messages(pb: Any) -> dict[str, bytes]:
     """
     values = {"x": bytes(8), "n": b"\3", "b": b"\1"}
 
-    def message(raw: int = 3, **change: Any) -> bytes:
+    def message(raw: int = 3, timeout: Any = None, **change: Any) -> bytes:
         request = pb.ModelInferRequest(model_name="typed")
+        if timeout is not None:
+            request.parameters["timeout"].CopyFrom(timeout)
         for one in (X, N, B):
             named = {name: one[name] for name in ("name", "datatype", "shape")}
             request.inputs.add(**(named | (change if one is X else {})))
@@ -173,6 +188,10 @@ def messages(pb: Any) -> dict[str, bytes]:
         "a negative size": message(shape=[-1, 2]),
         "a size of 2^62": message(shape=[2**62, 2]),
         "10^9 rows in few bytes": message(shape=[WIDE, 2]),
+        "a time below none": message(timeout=pb.InferParameter(int64_param=-1)),
+        "a time that is no number": message(
+            timeout=pb.InferParameter(double_param=nan)
+        ),
         "65 dimensions": message(shape=[1] * 65),
         "another rank": message(shape=[2]),
     }
