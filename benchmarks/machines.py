@@ -7,8 +7,9 @@ ratio to that with the fewest workers. What the caches of a processor make slowe
 too, so twice the growth of n log n is let through.
 
 A last line has the milliseconds of an update of the first ps of 16, which has all of
-them: its arbiter, its gate, and the data that they deal. What workers make of that data
-is not counted, nor is reading frames. Python's collector is off
+them: its arbiter, its gate, and the data that they deal. Contributions come 64 in each
+turn of the event loop. What workers make of that data is not counted, nor is reading
+frames, or gathering what comes in a turn. Python's collector is off
 meanwhile, as what it would look at is the benchmark's own.
 """
 
@@ -24,7 +25,7 @@ from typing import Any, Final, final
 from benchmarks import measure
 from jgraph.coordination.data.dispatch import Asked, Dispatch
 from jgraph.coordination.data.slots import Part, SlotPlan
-from jgraph.coordination.data.sync_data import ROUNDS, SyncData
+from jgraph.coordination.data.sync_data import SyncData, rounds_for
 from jgraph.coordination.sync import sync_gate
 from jgraph.coordination.sync.aggregation import (
     Applied,
@@ -41,6 +42,8 @@ from jgraph.graph.ir import TaskName
 
 PS: Final = 16
 """Of the update whose milliseconds are printed."""
+TURN: Final = 64
+"""So many workers' contributions come in one turn of the event loop of a ps."""
 BATCHES: Final = 16
 """Batches that a worker asks ``Dispatch`` for at once."""
 
@@ -58,9 +61,10 @@ class Update:
     def __init__(self, workers: int, ps: int, updates: int) -> None:
         self._shards = [TaskName(f"/job:ps/task:{i}") for i in range(ps)]
         tasks = {f"w{i}": TaskName(f"/job:worker/task:{i}") for i in range(workers)}
-        batches = 2 * (updates + ROUNDS) * workers
+        self.rounds = rounds_for(workers)
+        batches = 2 * (updates + self.rounds) * workers
         self._plan = SlotPlan([Part("data", batches)], batch_size=1, seed=0)
-        data = SyncData(self._plan, tasks, rounds=ROUNDS)
+        data = SyncData(self._plan, tasks, rounds=self.rounds)
         options: Any = {"wanted": workers, "version": 0, "steps": updates}
         self._arbiter = Arbiter(self._shards, tasks, data, **options)
         self._gate = SyncGate(version=0)
@@ -71,7 +75,7 @@ class Update:
             self._gate.handle(sync_gate.StepAsked((name, 0)))
 
     def deal(self) -> None:
-        """Deals the batches of ``ROUNDS`` updates to all."""
+        """Deals the batches of ``rounds`` updates to all."""
         self._dealt = {
             name: self._arbiter.handle(DataAsked(name, 1, idle=True))
             for name in self._slots
@@ -107,13 +111,15 @@ class Update:
 
     def came(self) -> list[sync_gate.Event]:
         """Returns what a gate is told of an update: the last of it is decided."""
-        version = self._version
+        version, names = self._version, list(self._slots)
         events: list[sync_gate.Event] = []
-        for name, slots in self._slots.items():
-            events.append(sync_gate.ContributionCame((name, version), slots[version]))
-            events.append(sync_gate.StepEnded((name, version)))
-            events.append(sync_gate.StepAsked((name, version + 1)))
-        steps = tuple((name, version) for name in self._slots)
+        for first in range(0, len(names), TURN):
+            turn = names[first : first + TURN]
+            steps = tuple((name, version) for name in turn)
+            slots = tuple(self._slots[name][version] for name in turn)
+            asked = tuple((name, version + 1) for name in turn)
+            events.append(sync_gate.TurnEnded(steps, slots, asked))
+        steps = tuple((name, version) for name in names)
         return [*events, sync_gate.Decided(steps), sync_gate.UpdateApplied()]
 
     def let_in(self, events: Sequence[sync_gate.Event]) -> None:
@@ -128,7 +134,7 @@ def update_ms(workers: int, ps: int, updates: int = 8) -> dict[str, float]:
     gc.disable()
     try:
         update = Update(workers, ps, updates)
-        found["data"] = measured_ms(update.deal) / ROUNDS
+        found["data"] = measured_ms(update.deal) / update.rounds
         update.read()
         for _ in range(updates):
             let_in = partial(update.let_in, update.came())
@@ -151,7 +157,7 @@ def arbiter(workers: int, rounds: int) -> Iterator[int]:
     """Updates of one ps; yields the events of each."""
     update = Update(workers, 1, rounds)
     for version in range(rounds):
-        asks = workers if version % ROUNDS == 0 else 0
+        asks = workers if version % update.rounds == 0 else 0
         if asks:
             update.deal()
             update.read()

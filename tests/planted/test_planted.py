@@ -643,9 +643,22 @@ BUGS: Final = {
     ),
     "a replica contributes to an update twice": Bug(
         "coordination/sync/sync_gate.py",
-        "if self._deciding or self._contributed.get(step[0], -1) >= version:",
-        "if self._deciding or self._contributed.get(step[0], -1) > version:",
+        "if self._deciding or step[0] in self._contributed:",
+        "if self._deciding:",
         SYNCHRONOUS,
+    ),
+    "what came too late with others in a turn is kept": Bug(
+        "coordination/sync/sync_gate.py",
+        "if not takes or read_at.count(self.version) < len(steps):",
+        "if not takes:",
+        f"{TRANSCRIPT}[sync/sync_gate/turns]",
+    ),
+    "a gate is told of a turn after what came later": Bug(
+        "server/gates/sync_gate.py",
+        "            self._end(self._turn)\n        for",
+        "            pass\n        for",
+        "tests/server/gates/test_gates.py::"
+        "test_of_many_replicas_a_gate_takes_at_once_what_comes_in_a_turn",
     ),
     "a batch that counts is dealt again": Bug(
         "coordination/data/batch_book.py",

@@ -33,6 +33,7 @@ from jgraph.coordination.sync.sync_gate import (
     Drop,
     Event as GateEvent,
     Keep,
+    KeepOf,
     LetIn,
     Refuse,
     StepAsked,
@@ -41,6 +42,7 @@ from jgraph.coordination.sync.sync_gate import (
     Tell,
     TellDue,
     TellLater,
+    TurnEnded,
     UpdateApplied,
     Voided,
 )
@@ -67,7 +69,20 @@ class Replica:
 
 
 class World:
-    def __init__(self, shards: int, replicas: int, *, wanted: int, steps: int) -> None:
+    """All of them; with ``turns`` gates take what comes together as one event."""
+
+    def __init__(
+        self,
+        shards: int,
+        replicas: int,
+        *,
+        wanted: int,
+        steps: int,
+        turns: bool = False,
+    ) -> None:
+        self.turns = turns
+        self.came: list[dict[Step, int]] = [{} for _ in range(shards)]
+        self.asked: list[list[Step]] = [[] for _ in range(shards)]
         self.gates = [SyncGate(version=0) for _ in range(shards)]
         self.names = [TaskName(f"/job:ps/task:{i}") for i in range(shards)]
         self.replicas = {f"w{i}": Replica(f"w{i}") for i in range(replicas)}
@@ -150,6 +165,30 @@ class World:
     # servers
 
     def gate(self, shard: int, event: GateEvent) -> None:
+        """Tells a gate, in a moment together with others if they come in turns."""
+        came, asked = self.came[shard], self.asked[shard]
+        match event:
+            case ContributionCame(step, slot) if self.turns:
+                if not came:
+                    me = f"ps{shard}"
+                    self.post(me, f"{me}'s turn", partial(self.end_turn, shard))
+                came[step] = slot
+            case StepEnded(step) if step in came:
+                pass
+            case StepAsked(step) if came:
+                asked.append(step)
+            case _:
+                self.end_turn(shard)
+                self.tell_gate(shard, event)
+
+    def end_turn(self, shard: int) -> None:
+        came, asked = self.came[shard], self.asked[shard]
+        self.came[shard], self.asked[shard] = {}, []
+        if came:
+            turn = TurnEnded(tuple(came), tuple(came.values()), tuple(asked))
+            self.tell_gate(shard, turn)
+
+    def tell_gate(self, shard: int, event: GateEvent) -> None:
         me = f"ps{shard}"
         for instruction in self.gates[shard].handle(event):
             match instruction:
@@ -158,9 +197,8 @@ class World:
                         self.post(me, step[0], partial(self.enter, step, shard))
                 case Refuse(step, _):
                     self.replicas[step[0]].over = True
-                case Keep():
-                    assert isinstance(event, ContributionCame)
-                    self.kept[shard].add(event.step)
+                case Keep() | KeepOf():
+                    self.kept[shard].update(kept_of(instruction, event))
                 case Drop(step):
                     self.kept[shard].discard(step)
                 case Tell(steps, version, slots):
@@ -224,3 +262,11 @@ class World:
         end, left = self.order.restored(self.data.state())
         numbers = {self.order.number(place) for place in range(end)}
         assert set(counted) == numbers - set(map(self.order.number, left))
+
+
+def kept_of(instruction: Keep | KeepOf, event: GateEvent) -> Sequence[Step]:
+    """Returns the steps of which a gate says, of an event, that it keeps something."""
+    if isinstance(instruction, KeepOf):
+        return instruction.steps
+    assert isinstance(event, ContributionCame)
+    return [event.step]

@@ -58,7 +58,8 @@ class RoundsAhead:
         # Where those rows begin of which it is known who holds what, and which each is.
         self._begins: list[int] = []
         self._whole: dict[int, int] = {}
-        self._apart = 0  # rows before those
+        self.apart = 0
+        """Of how many rows, all before those, it is not known here."""
 
     def take(self, replica: int, rows: int, book: BatchBook) -> Sequence[int]:
         """Takes the batches of a replica in the next rows; returns their places."""
@@ -77,7 +78,7 @@ class RoundsAhead:
 
     def _new_row(self, width: int, book: BatchBook) -> int:
         if not self.knows:
-            self._apart += 1
+            self.apart += 1
             return book.take_new(width).start
         begin = book.take_row(width).start
         self._whole[begin] = self._before + len(self._rows)
@@ -105,7 +106,7 @@ class RoundsAhead:
 
     def unknown(self, replica: int, rows: int) -> int:
         """Of the last rows that a replica took: of how many it is not known here."""
-        return max(0, self._apart - self._taken[self._column[replica]] + rows)
+        return max(0, self.apart - self._taken[self._column[replica]] + rows)
 
     def hold(self, replicas: Rows, places: Rows) -> bool:
         """Whether each of these holds its batch, all of one row."""
@@ -132,7 +133,7 @@ class RoundsAhead:
     def take_apart(self) -> Iterator[tuple[int, int]]:
         """Yields (place, replica) of all that is held, which is kept elsewhere then."""
         whole, taken = self._whole, np.frombuffer(self._taken, np.int64)
-        self._apart = self._before + len(self._rows)
+        self.apart = self._before + len(self._rows)
         self._whole, self._begins = {}, []
         for begin, row in whole.items():
             (columns,) = np.nonzero(taken > row)

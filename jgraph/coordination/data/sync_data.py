@@ -41,8 +41,20 @@ Places: TypeAlias = tuple[int, ...]
 MANY: Final = 64
 """Of fewer it costs less to keep what each holds, or contributed, one by one."""
 
-ROUNDS: Final = 16
-"""For so many updates a run deals batches to a replica at once."""
+_ROUNDS: Final = 16
+
+
+def rounds_for(replicas: int) -> int:
+    """Returns for how many updates a run deals batches to a replica at once.
+
+    Of many it is more, so that fewer ask for each update; of few, less is to be
+    dealt again when one of them is lost.
+
+    Example:
+      >>> rounds_for(4), rounds_for(1_000)
+      (16, 32)
+    """
+    return _ROUNDS if replicas < MANY else 2 * _ROUNDS
 
 
 @final
@@ -120,18 +132,9 @@ class SyncData:
           together: every update needs all replicas; it gets those of many.
           idle: it holds nothing, whatever is known here of its last contribution.
         """
-        steps = self._steps(batches, together=together)
-        order, number = self._book.order, self._numbers[replica]
-        if together and self._is_even and not self._reserved[replica]:
-            row = self._rows.take(number, steps, self._book)
-            numbers = row if order.is_numbered else [*map(order.number, row)]
-            if not order.is_numbered:
-                each = zip(numbers, row, strict=True)
-                self._places.update((first, (place,)) for first, place in each)
-            if unknown := self._rows.unknown(number, steps):
-                self._holder.update(dict.fromkeys(numbers[:unknown], number))
-            self._held[number] += len(row)
-            return Leases(order, row)
+        steps, number = self._steps(batches, together=together), self._numbers[replica]
+        if together and not self._reserved[replica] and self._is_even:
+            return self._deal_row(number, steps)
         alone = idle or not self._held[number]
         batches_dealt: list[int] = []
         for _ in range(steps):
@@ -142,7 +145,22 @@ class SyncData:
                 break
             batches_dealt += places
             self._hold(number, places)
-        return Leases(order, batches_dealt)
+        return Leases(self._book.order, batches_dealt)
+
+    def _deal_row(self, replica: int, steps: int) -> Leases:
+        """Deals to a replica what it gets of the next rounds."""
+        order, rows = self._book.order, self._rows
+        row = rows.take(replica, steps, self._book)
+        self._held[replica] += steps
+        if rows.knows and not rows.apart:  # most often, of many
+            return Leases(order, row)
+        numbers = row if order.is_numbered else [*map(order.number, row)]
+        if not order.is_numbered:
+            each = zip(numbers, row, strict=True)
+            self._places.update((first, (place,)) for first, place in each)
+        if unknown := rows.unknown(replica, steps):
+            self._holder.update(dict.fromkeys(numbers[:unknown], replica))
+        return Leases(order, row)
 
     def _rounds_of(self, replicas: Collection[int]) -> RoundsAhead:
         knows = len(replicas) >= self._many and self._book.order.is_numbered
@@ -166,8 +184,8 @@ class SyncData:
         if self._shares is not None:
             return 1
         per_epoch = self._book.order.plan.batches_per_epoch
-        share = per_epoch // (2 * len(self._reserved))
-        return min(max(batches, self._rounds if together else 1), max(1, share))
+        most = per_epoch // (2 * len(self._reserved)) or 1
+        return min(most, max(batches, self._rounds if together else 1))
 
     def learn(self, replica: str, piece_s: float) -> None:
         """Learns how long a replica takes for a batch; with shares these follow it."""

@@ -43,7 +43,7 @@ class Steps(Sequence[Step]):
         """Numbers and ids."""
         return self.numbers, self.ids
 
-    def at(self, places: Column | list[int]) -> "Steps":
+    def at(self, places: Column | Sequence[int]) -> "Steps":
         """Returns those at some places, in that order."""
         return Steps(self.roster, self.numbers[places], self.ids[places])
 
@@ -51,8 +51,7 @@ class Steps(Sequence[Step]):
         return len(self.numbers)
 
     def __iter__(self) -> Iterator[Step]:
-        handle = self.roster.handles.__getitem__
-        names = map(handle, self.numbers.tolist())
+        names: list[str] = self.roster.column.take(self.numbers).tolist()
         return zip(names, self.ids.tolist(), strict=True)
 
     @overload
@@ -91,6 +90,8 @@ class Roster:
 
     def __init__(self, handles: Iterable[str]) -> None:
         self.handles = tuple(handles)
+        self.column = np.array(self.handles, np.object_)
+        """The handles, to be looked up many at once."""
         self._numbers = {handle: n for n, handle in enumerate(self.handles)}
         self._same: Roster = self  # another one with the same handles
 

@@ -4,12 +4,16 @@ The arbiter is told of contributions in sets: it can decide nothing before this 
 as many as the last update took, so those that come earlier wait for them, or a while.
 Before the first update they wait for all that were let in.
 
+Of many replicas, what came in one turn of the event loop is one event, so that each
+costs a look into a table and not a call. It is taken as if each had come alone.
+
 Where contributions are summed together with other tasks, see ``group_member``, none is
 told before the sum is here. So what is decided has been summed everywhere.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final, TypeAlias, final
 
 from jgraph.coordination.sync.aggregation import Step
@@ -39,8 +43,18 @@ class ContributionCame:
 
 @final
 @dataclass(frozen=True, slots=True)
+class TurnEnded:
+    """All that came in one turn: contributions, each for its slot, and then asks."""
+
+    contributed: tuple[Step, ...]
+    slots: tuple[int, ...]
+    asked: tuple[Step, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class StepEnded:
-    """A step is over here, or was given up."""
+    """A step is over here, or was given up; of one that is kept it says nothing new."""
 
     step: Step
 
@@ -90,6 +104,7 @@ class Summed:
 Event: TypeAlias = (
     StepAsked
     | ContributionCame
+    | TurnEnded
     | StepEnded
     | Decided
     | Voided
@@ -121,6 +136,14 @@ class Refuse:
 @dataclass(frozen=True, slots=True)
 class Keep:
     """Keep the contribution that came just now."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepOf:
+    """Of what came in the turn keep what these steps contributed, and no other."""
+
+    steps: tuple[Step, ...]
 
 
 @final
@@ -165,8 +188,11 @@ class Sum:
     version: int
 
 
-Instruction: TypeAlias = LetIn | Refuse | Keep | Drop | Tell | TellLater | Choose | Sum
+Instruction: TypeAlias = (
+    LetIn | Refuse | Keep | KeepOf | Drop | Tell | TellLater | Choose | Sum
+)
 
+_REPLICA: Final = itemgetter(0)
 # Most answers are one of these two: an update has three events of each replica.
 _NOTHING: Final[Sequence[Instruction]] = ()
 _KEEP: Final[Sequence[Instruction]] = (Keep(),)
@@ -198,7 +224,7 @@ class SyncGate:
         # Steps of which nothing came yet, and at which version each reads: one that
         # reads at a later one than that of now waits for it.
         self._reads: dict[Step, int] = {}
-        self._contributed: dict[str, int] = {}
+        self._contributed = set[str]()  # who did, to this version
         # Of this version: what is kept and told, and what is untold, with its slots.
         self._steps_told: list[Step] = []
         self._untold: list[Step] = []
@@ -210,16 +236,18 @@ class SyncGate:
 
     def handle(self, event: Event) -> Sequence[Instruction]:
         """Takes an event; returns what to do now."""
-        # Three of each replica at every update come first.
+        # What comes of each replica at every update is first.
         if isinstance(event, ContributionCame):
             return self._take(event.step, event.slot)
+        if isinstance(event, StepAsked):
+            return self._ask(event.step)
+        if isinstance(event, TurnEnded):
+            return self._take_turn(event)
         if isinstance(event, StepEnded):
             version = self._reads.pop(event.step, None)
             if version is not None and version <= self.version:
                 self._inside -= 1
             return _NOTHING
-        if isinstance(event, StepAsked):
-            return self._ask(event.step)
         return self._move_on(event)
 
     def _move_on(
@@ -232,7 +260,8 @@ class SyncGate:
                 return [Drop(step), *self._void(step)]
             case UpdateApplied():
                 self._deciding = False
-                self.version += 1  # to which nobody has contributed yet
+                self.version += 1
+                self._contributed.clear()
                 here, new = self._reads, self.version
                 return _let_in(tuple(s for s, at in here.items() if at == new))
             case TellDue() | Summed():
@@ -247,10 +276,21 @@ class SyncGate:
         if self._closed is not None:
             return [Refuse(step, self._closed)]
         version = self.version
-        if self._deciding or self._contributed.get(step[0], -1) >= version:
+        if self._deciding or step[0] in self._contributed:
             self._reads[step] = version + 1
             return _NOTHING
         return self._open((step,))
+
+    def _ask_all(self, steps: Sequence[Step]) -> Sequence[Instruction]:
+        """Takes what ``_ask`` does, of many."""
+        if self._closed is not None:
+            return [Refuse(step, self._closed) for step in steps]
+        contributed, reads, following = self._contributed, self._reads, self.version + 1
+        for step in steps:
+            reads[step] = following
+        if self._deciding or contributed.issuperset(map(_REPLICA, steps)):
+            return _NOTHING
+        return self._open([step for step in steps if step[0] not in contributed])
 
     def _open(self, steps: Sequence[Step]) -> Sequence[Instruction]:
         """Lets steps read at the version of now."""
@@ -261,7 +301,7 @@ class SyncGate:
     def _void(self, step: Step) -> Sequence[Instruction]:
         """Lets a replica contribute again."""
         replica = step[0]
-        self._contributed.pop(replica, None)
+        self._contributed.discard(replica)
         if step in self._steps_told:
             self._steps_told.remove(step)
         self._aim()
@@ -277,13 +317,38 @@ class SyncGate:
         version = self._reads.pop(step, None)
         if version != self.version or self._deciding or self._closed is not None:
             return self._take_late(step, slot, version)
-        self._contributed[step[0]] = version
+        self._contributed.add(step[0])
         self._untold.append(step)
         self._slots.append(slot)
         untold = len(self._slots)
         if 1 < untold < self._tell_at:
             return _KEEP
         return [Keep(), *self._say(untold)]
+
+    def _take_turn(self, turn: TurnEnded) -> Sequence[Instruction]:
+        """Takes many at once; who may read does before it is told who contributed."""
+        steps, reads = turn.contributed, self._reads
+        takes = not (self._deciding or self._together) and self._closed is None
+        read_at = [reads.pop(step, None) for step in steps]
+        if not takes or read_at.count(self.version) < len(steps):
+            before = zip(steps, read_at, strict=True)
+            reads.update((step, at) for step, at in before if at is not None)
+            return self._take_each(turn)
+        self._contributed.update(map(_REPLICA, steps))
+        self._untold += steps
+        self._slots += turn.slots
+        said = self._say(len(self._slots), len(steps))
+        return [KeepOf(steps), *self._ask_all(turn.asked), *said]
+
+    def _take_each(self, turn: TurnEnded) -> Sequence[Instruction]:
+        usable, said = list[Step](), list[Instruction]()
+        for step, slot in zip(turn.contributed, turn.slots, strict=True):
+            for one in self._take(step, slot):
+                if isinstance(one, Keep):
+                    usable.append(step)
+                else:
+                    said.append(one)
+        return [KeepOf(tuple(usable)), *self._ask_all(turn.asked), *said]
 
     def _take_late(
         self, step: Step, slot: int, version: int | None
@@ -294,22 +359,23 @@ class SyncGate:
         if version > self.version:
             self._reads[step] = version  # it still waits
             return _NOTHING
-        self._contributed[step[0]] = version
+        if version == self.version:
+            self._contributed.add(step[0])
         if self._closed is not None:
             return _NOTHING  # nobody decides any more
         return [Tell((step,), version, (slot,))]
 
-    def _say(self, untold: int) -> Sequence[Instruction]:
-        """Returns what to say of contributions, so many of which are untold."""
+    def _say(self, untold: int, new: int = 1) -> Sequence[Instruction]:
+        """Returns what to say of so many that are untold, the last of them new."""
         if self._together:
             return [Sum(self.version)] if untold == self._tell_at else _NOTHING
         is_enough = untold >= self._tell_at
         if self._enough is None:
-            self._inside -= 1
+            self._inside -= new
             is_enough = not self._inside
         if is_enough:
             return self._flush()
-        return _NOTHING if untold > 1 else [TellLater(self._tell_s)]
+        return _NOTHING if untold > new else [TellLater(self._tell_s)]
 
     def _choose(self, steps: Sequence[Step]) -> Sequence[Instruction]:
         untold = self._flush()

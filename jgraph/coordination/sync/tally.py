@@ -7,7 +7,7 @@ few replicas, are kept one by one.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, final
 
 import numpy as np
@@ -28,7 +28,7 @@ class Everywhere(NamedTuple):
       mixed: of these, which the ps did not let in at one version.
     """
 
-    places: list[int]
+    places: Sequence[int]
     mixed: frozenset[int]
 
 
@@ -127,12 +127,12 @@ class Tally:
         if not done.any():
             return NOWHERE
         whole = numbers[done]
-        places = np.flatnonzero(done)
-        mixed = frozenset(places[self._mixed[whole]].tolist())
+        places = range(len(numbers)) if done.all() else np.flatnonzero(done).tolist()
+        is_mixed = np.flatnonzero(self._mixed[whole]).tolist()
         self._forget(whole)
         for at in np.flatnonzero(self._odd[whole]).tolist():
             self._over(int(whole[at]), int(ids[done][at]))
-        return Everywhere(places.tolist(), mixed)
+        return Everywhere(places, frozenset(places[at] for at in is_mixed))
 
     def _forget(self, numbers: Column) -> None:
         self._ids[numbers] = _NONE

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, final
 
 from jgraph.clock import Clock, SystemClock
+from jgraph.coordination.data.sync_data import MANY
 from jgraph.coordination.sync.admission import Admission, LetIn, StepAsked, StepEnded
 from jgraph.coordination.sync.aggregation import Contributed
 from jgraph.coordination.sync.roster import Roster
@@ -62,6 +63,7 @@ class Gates:
       clock: tells how long steps wait at the gates.
       groups: of the task; None: it is in none.
       submit: runs work in a thread; None: here, at once.
+      many: of so many replicas a synchronous gate takes what comes in a turn at once.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class Gates:
         clock: Clock | None = None,
         groups: GroupHost | None = None,
         submit: "Submit | None" = None,
+        many: int = MANY,
     ) -> None:
         self._groups = groups
+        self._many = many
         self._submit = submit or (lambda work, done, cost: done(work()))
         self._clock = clock or SystemClock()
         self._task = task
@@ -116,6 +120,7 @@ class Gates:
             self._opened[name] = SyncGateShell(
                 *(order.version, tell, self._call_later, Waits(self._clock), sums),
                 self._host_sums(order),
+                many=len(order.handles) >= self._many,
             )
             if sums is not None:
                 sums.begin()
@@ -307,7 +312,7 @@ class Gates:
         """
         for gate in self._opened.values():
             if isinstance(gate, SyncGateShell) and gate.keeps(step):
-                gate.when_settled(callback)
+                gate.when_settled(step, callback)
                 return
         callback()
 

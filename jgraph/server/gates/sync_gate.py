@@ -1,6 +1,7 @@
 """Gate of one ps in synchronous training, around ``coordination.sync.sync_gate``."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, final
 
@@ -14,6 +15,7 @@ from jgraph.coordination.sync.sync_gate import (
     Event,
     Instruction,
     Keep,
+    KeepOf,
     LetIn,
     Refuse,
     StepAsked,
@@ -24,6 +26,7 @@ from jgraph.coordination.sync.sync_gate import (
     Tell,
     TellDue,
     TellLater,
+    TurnEnded,
     UpdateApplied,
     Voided,
 )
@@ -42,6 +45,22 @@ if TYPE_CHECKING:
 
 
 @final
+@dataclass(slots=True)
+class Turn:
+    """What came in a turn of the event loop, before the machine is told of it.
+
+    Attributes:
+      contributed: the slots and values of steps.
+      asked: steps that asked after one of those.
+      settling: who asked when what a step contributed is settled.
+    """
+
+    contributed: dict[StepKey, tuple[int, Contribution]] = field(default_factory=dict)
+    asked: dict[StepKey, None] = field(default_factory=dict)
+    settling: list[tuple[StepKey, Callable[[], None]]] = field(default_factory=list)
+
+
+@final
 class SyncGateShell:
     """Performs what a ``SyncGate`` says; an ``Aggregator`` of the runtime.
 
@@ -54,6 +73,8 @@ class SyncGateShell:
         here.
       host_sums: sums what leaves this host, and has the sums of others; None: there
         are none.
+      many: there are many replicas; what comes in a turn of the event loop is taken
+        together.
     """
 
     def __init__(
@@ -64,6 +85,8 @@ class SyncGateShell:
         waits: Waits | None = None,
         sums: "GroupSums | None" = None,
         host_sums: "HostSums | None" = None,
+        *,
+        many: bool = False,
     ) -> None:
         self.waits = waits or Waits(SystemClock())
         self.sums = sums
@@ -77,6 +100,7 @@ class SyncGateShell:
             StepKey, tuple[Callable[[], None], Callable[[JGError], None]]
         ] = {}
         self._new: tuple[StepKey, int, Contribution] | None = None
+        self._turn = Turn() if many and sums is None and host_sums is None else None
         self._refuse_update: Callable[[JGError], None] | None = None
         self._contributions: dict[StepKey, Contribution] = {}
         self._chosen: tuple[Contribution, ...] = ()
@@ -93,13 +117,47 @@ class SyncGateShell:
         """See ``Gate``."""
         self._asking[step] = let_in, refuse
         self.waits.begin(step)
-        self._handle(StepAsked(step))
+        if self._turn is not None and self._turn.contributed:
+            self._turn.asked[step] = None  # its replica may be one of those
+        else:
+            self._handle(StepAsked(step))
 
     def contribute(self, step: StepKey, slot: int, values: Contribution) -> None:
         """See ``Gate``."""
+        if self._turn is not None:
+            self._gather(self._turn, step, slot, values)
+            return
         self._new = step, slot, values
         self._handle(ContributionCame(step, slot))
         self._new = None
+
+    def _gather(
+        self, turn: Turn, step: StepKey, slot: int, values: Contribution
+    ) -> None:
+        """Takes a contribution together with what else comes in this turn."""
+        if not turn.contributed:
+            self._call_later(0.0, partial(self._end, turn))
+        turn.contributed.setdefault(step, (slot, values))
+
+    def _end(self, turn: Turn) -> None:
+        """Tells the machine what a turn has, before anything that came later."""
+        if turn is not self._turn or not turn.contributed:
+            return  # something came that it was told before
+        self._turn = Turn()
+        slots = tuple([slot for slot, _ in turn.contributed.values()])
+        came = TurnEnded(tuple(turn.contributed), slots, tuple(turn.asked))
+        for instruction in self._machine.handle(came):
+            if isinstance(instruction, KeepOf):
+                self._keep(turn, instruction.steps)
+            else:
+                self._perform(instruction)
+
+    def _keep(self, turn: Turn, steps: Sequence[StepKey]) -> None:
+        """Keeps what steps of a turn contributed; of others nothing waits here."""
+        for step in steps:
+            self._contributions[step] = turn.contributed[step][1]
+        for step, callback in turn.settling:
+            self.when_settled(step, callback)
 
     def ask_update(
         self, let_in: Callable[[], None], refuse: Callable[[JGError], None]
@@ -129,15 +187,26 @@ class SyncGateShell:
         """See ``Gate``."""
         self._asking.pop(step, None)
         self.waits.end(step)
-        self._handle(StepEnded(step))
+        if self._turn is not None and step in self._turn.asked:
+            del self._turn.asked[step]
+        elif not self.keeps(step):  # else the machine knows that it is over
+            self._handle(StepEnded(step))
 
     def keeps(self, step: StepKey) -> bool:
         """Whether what a step contributed waits here for a decision."""
-        return step in self._contributions
+        return step in self._contributions or self._is_new(step)
 
-    def when_settled(self, callback: Callable[[], None]) -> None:
-        """Calls back when what is kept now was applied or forgotten."""
-        self._settled.append(callback)
+    def _is_new(self, step: StepKey) -> bool:
+        return self._turn is not None and step in self._turn.contributed
+
+    def when_settled(self, step: StepKey, callback: Callable[[], None]) -> None:
+        """Calls back when what a step contributed was applied or forgotten."""
+        if step in self._contributions:
+            self._settled.append(callback)
+        elif self._turn is not None and self._is_new(step):
+            self._turn.settling.append((step, callback))
+        else:
+            callback()
 
     def settle(self) -> None:
         """Calls all back who wait for the end of what is kept."""
@@ -191,6 +260,9 @@ class SyncGateShell:
     def drop(self) -> None:
         """Ends the gate; nothing more is told."""
         self.settle()
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            self._keep(turn, ())
         self._end_timer()
         self._end_sums()
 
@@ -204,6 +276,8 @@ class SyncGateShell:
             self._timer.cancel()
 
     def _handle(self, event: Event) -> None:
+        if self._turn is not None:
+            self._end(self._turn)
         for instruction in self._machine.handle(event):
             self._perform(instruction)
 

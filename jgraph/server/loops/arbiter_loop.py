@@ -20,7 +20,7 @@ from jgraph.cluster.loop_messages import (
 )
 from jgraph.coordination.data.shares import Shares
 from jgraph.coordination.data.slots import SlotPlan
-from jgraph.coordination.data.sync_data import ROUNDS, SyncData
+from jgraph.coordination.data.sync_data import SyncData, rounds_for
 from jgraph.coordination.liveness.master_lease import LeaseTracker
 from jgraph.coordination.sync.aggregation import (
     Applied,
@@ -102,7 +102,7 @@ class ArbiterLoop:
             json.loads(sync.data_position),
             shares=None if cut is None else Shares(cut),
             own=sync.HasField("rounds"),
-            rounds=ROUNDS,
+            rounds=rounds_for(len(self._replicas)),
         )
         self._answers: dict[str, asyncio.Future[pb.DataDeal]] = {}
         self._rounds: list[pb.RoundReport] = []  # not reported yet

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final, final
 
 from jgraph.coordination.data.slots import Lease, Part, SlotPlan
-from jgraph.coordination.data.sync_data import ROUNDS, SyncData
+from jgraph.coordination.data.sync_data import SyncData, rounds_for
 from jgraph.coordination.sync import aggregation, sync_gate
 from jgraph.coordination.sync.aggregation import Arbiter, Contributed, DataAsked
 from jgraph.coordination.sync.sync_gate import SyncGate, Tell
@@ -44,7 +44,8 @@ class SynchronousRun:
         # So many that nobody's share of them bounds what it holds ahead.
         batches = 2 * (updates + 1) * len(self._workers)
         self._plan = SlotPlan([Part("data", batches)], batch_size=1, seed=0)
-        data = SyncData(self._plan, self._workers, rounds=ROUNDS)
+        rounds = rounds_for(len(self._workers))
+        data = SyncData(self._plan, self._workers, rounds=rounds)
         shards = [name for g in cluster.groups for name in g.members]
         tasks = {w.name: w.task for w in cluster.workers}
         self._arbiter = Arbiter(
@@ -120,7 +121,6 @@ class SynchronousRun:
         worker.ended.append(self._cluster.sim.now)
         slot = self._slots.pop(step)
         events: list[sync_gate.Event] = [sync_gate.ContributionCame(step, slot)]
-        events.append(sync_gate.StepEnded(step))
         worker.is_idle = True
         if worker.ready:  # the next step's start travels with this one's values
             events.append(sync_gate.StepAsked(self._begin(worker)))

@@ -48,13 +48,14 @@ def test_batches_of_an_update_that_was_not_applied_come_again(outcome: Event) ->
     replicas=st.integers(1, 4),
     backups=st.integers(0, 2),
     lost=st.integers(0, 2),
+    turns=st.booleans(),
     order=st.randoms(use_true_random=False),
 )
 def test_whatever_the_order_all_ps_average_the_same_set(
-    shards: int, replicas: int, backups: int, lost: int, order: Any
+    shards: int, replicas: int, backups: int, lost: int, turns: bool, order: Any
 ) -> None:
     wanted = max(1, replicas - backups)
-    world = World(shards, replicas, wanted=wanted, steps=6)
+    world = World(shards, replicas, wanted=wanted, steps=6, turns=turns)
     leaving = list(range(min(lost, replicas - 1)))
     while world.pending:
         if leaving and order.random() < 0.02:
@@ -63,8 +64,9 @@ def test_whatever_the_order_all_ps_average_the_same_set(
     world.check(done=6, least=max(1, wanted - lost))
 
 
-def test_hundreds_of_workers_finish_with_stragglers_left_out() -> None:
-    world = World(shards=2, replicas=300, wanted=280, steps=3)
+@pytest.mark.parametrize("turns", [False, True])
+def test_hundreds_of_workers_finish_with_stragglers_left_out(turns: bool) -> None:
+    world = World(shards=2, replicas=300, wanted=280, steps=3, turns=turns)
     rank = 0
     while pending := world.pending:
         rank = (rank * 7919 + 13) % len(pending)

@@ -123,7 +123,8 @@ class World:
         for task in PS:
             link: Any = Link(task, self.posts)
             opened = self.tasks.runtimes[task].gates
-            self.gates[task] = Gates(task, link, opened, partial(self.later, task))
+            later = partial(self.later, task)
+            self.gates[task] = Gates(task, link, opened, later, many=WRITERS)
         self.started = 0
         """Steps of all examples: a number is used once."""
 
@@ -352,13 +353,18 @@ class Rounds:
     seed=st.integers(0, 1 << 32),
     wanted=st.integers(1, WRITERS),
     steps=st.integers(1, 2 * BATCHES // WRITERS),
+    turns=st.booleans(),
 )
 def test_of_writers_that_are_averaged_each_update_has_as_many_and_none_twice(
-    seed: int, wanted: int, steps: int
+    seed: int, wanted: int, steps: int, turns: bool
 ) -> None:
+    """With ``turns`` a gate takes what comes in a turn of the event loop at once."""
     world, shards = together(wanted)
     order = random.Random(seed)
-    world.begin(order, pb.OpenGate(gate=GATE, synchronous=True, shards=shards))
+    opened = pb.OpenGate(gate=GATE, synchronous=True, shards=shards)
+    if turns:
+        opened.handles.extend(HANDLES)
+    world.begin(order, opened)
     rounds = Rounds(world, shards, wanted, steps)
     while rounds.end is None:
         rounds.look()

@@ -165,6 +165,71 @@ def test_a_ps_tells_who_decides_of_all_contributions_in_one_frame() -> None:
     assert asyncio.run(update(2)) == [50]
 
 
+def test_of_many_replicas_a_gate_takes_at_once_what_comes_in_a_turn() -> None:
+    """Who contributed hears of the end, and may read again, after the update."""
+    posted: list[pb.GateEvent] = []
+    later: list[Callable[[], None]] = []
+    heard: list[str] = []
+
+    class Noting:
+        def post(self, dst: TaskName, frame: Frame) -> None:
+            posted.append(body_of(frame))
+
+    opened: dict[str, Gate] = {}
+    transport: Any = Noting()
+    call_later: Any = lambda seconds, callback: later.append(callback)
+    gates = Gates(OTHER, transport, opened, call_later)
+    order = pb.OpenGate()
+    order.CopyFrom(OPEN)
+    order.handles.extend(f"w{worker}" for worker in range(100))
+    gates.open(order)
+    gate = opened["g"]
+    assert isinstance(gate, SyncGateShell)
+
+    def say(word: str, step: tuple[str, int]) -> Callable[..., None]:
+        return lambda *_: heard.append(f"{word} {step[0]} {step[1]}")
+
+    def step_of(number: int, handle: str, following: bool = True) -> None:
+        step, after = (handle, number), (handle, number + 1)
+        gate.contribute(step, number, {})
+        gate.ended(step, done=True)
+        gates.when_settled(step, say("settled", step))
+        if following:
+            gate.ask(after, say("reads", after), say("refused", after))
+
+    for handle in order.handles:
+        gate.ask((handle, 0), say("reads", (handle, 0)), say("refused", (handle, 0)))
+    assert heard == [f"reads {handle} 0" for handle in order.handles]
+    heard.clear()
+    first, last = order.handles[:99], order.handles[99]
+    for handle in first:
+        step_of(0, handle)
+    assert not posted
+    (turn,) = later
+    turn()
+    gate.decided([(handle, 0) for handle in first])
+    (told,) = posted
+    assert len(slots_of(told.contributed.slots)) == 99
+    step_of(0, last)  # too late
+    assert not heard
+    gate.chosen()
+    gate.applied()  # which was after that
+    gate.ended((last, 1), done=False)
+    assert heard[:99] == [f"settled {handle} 0" for handle in first]
+    assert heard[99] == f"settled {last} 0"
+    assert sorted(heard[100:]) == sorted(f"reads {h} 1" for h in order.handles)
+    heard.clear()
+    for handle in first:
+        step_of(1, handle, following=False)
+    gate.ask(("w0", 2), say("reads", ("w0", 2)), say("refused", ("w0", 2)))
+    gate.ended(("w0", 2), done=False)  # given up before the turn is over
+    gates.drop_all()
+    assert heard == [f"settled {handle} 1" for handle in first]
+    for callback in later:
+        callback()
+    assert len(heard) == 99
+
+
 def test_a_contribution_waits_a_moment_for_others_to_be_told_with() -> None:
     heard: asyncio.Queue[Contributed] = asyncio.Queue()
     opened: dict[str, Gate] = {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from jgraph.coordination.data.slots import Lease
-from jgraph.coordination.data.sync_data import ROUNDS, SyncData
+from jgraph.coordination.data.sync_data import SyncData, rounds_for
 from jgraph.coordination.liveness import master_lease
 from jgraph.coordination.liveness.master_lease import LeaseTracker
 from jgraph.coordination.sync import aggregation
@@ -108,8 +108,8 @@ class Leader:
 
     def ledger(self, order: Order) -> SyncData:
         """Returns the ledger of what it deals."""
-        plan = self.world.plan
-        return SyncData(plan, order.replicas, order.position, rounds=ROUNDS)
+        plan, rounds = self.world.plan, rounds_for(len(order.replicas))
+        return SyncData(plan, order.replicas, order.position, rounds=rounds)
 
     def rules(self) -> dict[str, Any]:
         """Returns by what it decides beside how many contribute."""
