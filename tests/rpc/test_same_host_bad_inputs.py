@@ -16,6 +16,7 @@ from jgraph.rpc.frames import body_of, frame, hello, kind_of
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.shared_memory.memory_blocks import Budget
 from jgraph.rpc.shared_memory.shared_memory import SendMemory
+from jgraph.rpc.shared_memory.slabs import Slabs
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.codec import encode, pack, prepare
@@ -70,7 +71,7 @@ def announced(memory: pb.SharedMemory) -> pb.Hello:
 def test_memory_out_of_reach_is_declined_with_one_line(
     case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory = SendMemory(Budget(1 << 20))
+    memory = SendMemory(Slabs(Budget(1 << 20)))
     said = memory.announcement()
     if case == "other nonce":
         said.nonce = bytes(32)
@@ -107,8 +108,8 @@ BAD_HANDLES = {
 @pytest.mark.parametrize("agreed", [True, False])
 @pytest.mark.parametrize("case", BAD_HANDLES)
 def test_hostile_handle_ends_the_stream_with_a_status(case: str, agreed: bool) -> None:
-    memory = SendMemory(Budget(1 << 20))
-    lent = memory.lend(LARGE.nbytes)
+    memory = SendMemory(Slabs(Budget(1 << 20)))
+    lent = memory.lend(LARGE)
     assert lent is not None
     handle, said = pb.SharedBlock(), BAD_HANDLES[case][1]
     handle.CopyFrom(BAD_HANDLES[case][0])

@@ -92,29 +92,35 @@ Global___TensorType: _TypeAlias = TensorType  # noqa: Y015
 
 @_typing.final
 class SharedBlock(_message.Message):
-    """A piece of the sender's memory, lent to the receiver until that writes 0 to its slot."""
+    """A piece of the sender's memory, lent to the receiver until that writes 0 to its slot.
+    Other receivers may have been lent the same piece.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FD_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
+    READ_ONLY_FIELD_NUMBER: _builtins.int
     fd: _builtins.int
     """of the slab, in the sender's process"""
     offset: _builtins.int
     """in the slab, a multiple of 64"""
     slot: _builtins.int
     """index into the slots of the control memory"""
+    read_only: _builtins.bool
+    """nobody writes to it, as others may be looking at it"""
     def __init__(
         self,
         *,
         fd: _builtins.int = ...,
         offset: _builtins.int = ...,
         slot: _builtins.int = ...,
+        read_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fd", b"fd", "offset", b"offset", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fd", b"fd", "offset", b"offset", "read_only", b"read_only", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,7 @@ from typing import Final, final
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.shared_memory.memory_files import Bytes
 from jgraph.rpc.shared_memory.shared_memory import SendMemory
+from jgraph.rpc.shared_memory.slabs import Loan
 from jgraph.rpc.wire.codec import Prepared, flat_bytes
 
 SHARED_FRAME_BYTES: Final = 128 << 10
@@ -45,11 +46,19 @@ async def lend(prepared: Prepared, memory: SendMemory) -> Mapping[int, pb.Shared
     for at, array in enumerate(prepared.arrays):
         if array.nbytes < SHARED_TENSOR_BYTES:
             continue
-        room = memory.lend(array.nbytes)
+        room = memory.lend(array)
         if room is not None:
             lent[at] = room[0]
-            await _copy(room[1], flat_bytes(array))
+            await _fill(room[1], flat_bytes(array))
     return lent
+
+
+async def _fill(loan: Loan, source: Bytes) -> None:
+    """Copies a tensor to its block, unless others have been lent it there."""
+    async with loan.filling:
+        if not loan.is_filled:
+            await _copy(loan.room, source)
+            loan.is_filled = True
 
 
 async def _copy(target: Bytes, source: Bytes) -> None:

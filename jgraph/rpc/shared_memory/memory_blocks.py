@@ -1,8 +1,8 @@
 """Allocator of shared-memory blocks: pure bookkeeping, no memory in sight.
 
-Memory comes in slabs. A block is a piece of a slab that is lent to the receiver of one
-tensor, together with a slot: the number under which the receiver gives it back. Blocks
-are lent as far to the front as they fit, so that the same warm pages serve again.
+Memory comes in slabs. A block is a piece of a slab that is lent to the receivers of one
+tensor, and a slot is the number under which one of them gives it back. Blocks are lent
+as far to the front as they fit, so that the same warm pages serve again.
 """
 
 import bisect
@@ -18,12 +18,11 @@ PAGE_BYTES: Final = 4096
 @final
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A piece of slab number ``slab``, lent under ``slot``; sizes in bytes."""
+    """A piece of slab number ``slab``; sizes in bytes."""
 
     slab: int
     offset: int
     nbytes: int
-    slot: int
 
 
 class Budget:
@@ -119,118 +118,154 @@ class FreeList:
         return sum(self._sizes)
 
 
+@final
+class Slots:
+    """Numbers from 0 on, the least free one first.
+
+    Args:
+      count: how many there are.
+
+    Example:
+      >>> slots = Slots(2)
+      >>> slots.take(), slots.take(), slots.take()
+      (0, 1, None)
+      >>> slots.give(0)
+      >>> slots.take()
+      0
+    """
+
+    def __init__(self, count: int) -> None:
+        # Those that were taken before; few ever are, and a task has many slots.
+        self._free: list[int] = []
+        self._count = count
+        self.used = 0
+
+    def take(self) -> int | None:
+        """Returns the least number that is free; None if none is."""
+        if self._free:
+            return heapq.heappop(self._free)
+        if self.used == self._count:
+            return None
+        self.used += 1
+        return self.used - 1
+
+    def give(self, slot: int) -> None:
+        """Makes a number free again that was taken."""
+        heapq.heappush(self._free, slot)
+
+
 class BlockPool:
     """Lends blocks of slabs; the owner adds slabs, within a budget.
 
+    A slab lends nothing any more once a block of it is lost, and is over when the
+    others are back: who has the lost one may look at it for ever.
+
     Args:
-      slots: how many blocks can be lent at once.
       budget: shared with other pools.
       slab_bytes: size of a slab, unless a larger one is needed.
 
     Example:
-      >>> pool = BlockPool(slots=8, budget=Budget(1 << 20), slab_bytes=1 << 16)
+      >>> pool = BlockPool(budget=Budget(1 << 20), slab_bytes=1 << 16)
       >>> pool.take(5000) is None  # no slab yet
       True
       >>> pool.add_slab(pool.slab_for(5000))
-      >>> pool.take(5000)
-      Block(slab=0, offset=0, nbytes=8192, slot=0)
-      >>> pool.release([0])
-      1
+      0
+      >>> block, other = pool.take(5000), pool.take(1)
+      >>> block
+      Block(slab=0, offset=0, nbytes=8192)
+      >>> pool.lose(block), pool.take(1)
+      (False, None)
+      >>> pool.release(other)  # the slab is over
+      True
     """
 
-    def __init__(self, slots: int, budget: Budget, slab_bytes: int) -> None:
+    def __init__(self, budget: Budget, slab_bytes: int) -> None:
         self._budget = budget
         self._slab_bytes = slab_bytes
-        self._slabs: list[FreeList] = []
-        # Those that were lent before; few ever are, and a task has a pool per peer.
-        self._free_slots: list[int] = []
-        self._new_slots = iter(range(slots))
-        self._next_slot = next(self._new_slots, None)
-        self._lent: dict[int, Block] = {}
-        self.slab_bytes_taken = 0
+        self._slabs: dict[int, FreeList] = {}
+        self._sizes: dict[int, int] = {}
+        self._lent: dict[int, set[Block]] = {}
+        self._next_slab = 0
 
     @property
-    def lent(self) -> dict[int, Block]:
-        """The blocks that are out, by slot."""
-        return dict(self._lent)
+    def lent(self) -> set[Block]:
+        """The blocks that are out, and not lost."""
+        return set[Block]().union(*self._lent.values())
+
+    @property
+    def slab_bytes_taken(self) -> int:
+        """Bytes of all slabs."""
+        return sum(self._sizes.values())
 
     def take(self, nbytes: int) -> Block | None:
         """Lends a block of at least ``nbytes``; None when nothing fits."""
-        if not self._has_slot:
-            return None
         nbytes = _whole_pages(nbytes)
-        for slab, free in enumerate(self._slabs):
+        for slab, free in self._slabs.items():
             offset = free.take(nbytes)
             if offset is not None:
-                slot = self._free_slot()
-                block = self._lent[slot] = Block(slab, offset, nbytes, slot)
+                block = Block(slab, offset, nbytes)
+                self._lent[slab].add(block)
                 return block
         return None
 
-    @property
-    def _has_slot(self) -> bool:
-        return bool(self._free_slots) or self._next_slot is not None
+    def release(self, block: Block) -> bool:
+        """Takes a block back; returns whether its slab is over."""
+        self._lent[block.slab].remove(block)
+        if block.slab in self._slabs:
+            self._slabs[block.slab].give(block.offset, block.nbytes)
+        return self._is_over(block.slab)
 
-    def _free_slot(self) -> int:
-        """Returns the least number that is free."""
-        if self._free_slots:
-            return heapq.heappop(self._free_slots)
-        slot, self._next_slot = self._next_slot, next(self._new_slots, None)
-        assert slot is not None  # there is one
-        return slot
+    def lose(self, block: Block) -> bool:
+        """Gives a block up; returns whether its slab is over."""
+        self._lent[block.slab].remove(block)
+        self._slabs.pop(block.slab, None)
+        return self._is_over(block.slab)
 
-    def release(self, slots: Iterable[int]) -> int:
-        """Takes blocks back; slots that are not lent count for nothing.
-
-        Returns:
-          How many blocks came back.
-        """
-        returned = 0
-        for slot in slots:
-            block = self._lent.pop(slot, None)
-            if block is not None:
-                self._slabs[block.slab].give(block.offset, block.nbytes)
-                heapq.heappush(self._free_slots, slot)
-                returned += 1
-        return returned
+    def _is_over(self, slab: int) -> bool:
+        if slab in self._slabs or self._lent[slab]:
+            return False
+        self._budget.give(self._sizes.pop(slab))
+        del self._lent[slab]
+        return True
 
     def take_large(self, least: int) -> list[Block]:
-        """Takes all free ranges of at least so many bytes, under no slot."""
+        """Takes all free ranges of at least so many bytes; they count as not lent."""
         return [
-            Block(slab, offset, nbytes, slot=-1)
-            for slab, free in enumerate(self._slabs)
+            Block(slab, offset, nbytes)
+            for slab, free in self._slabs.items()
             for offset, nbytes in free.take_large(least)
         ]
 
     def give_large(self, blocks: Iterable[Block]) -> None:
         """Makes ranges free again that ``take_large`` gave."""
-        for block in blocks if self._slabs else ():  # else closed meanwhile
-            self._slabs[block.slab].give(block.offset, block.nbytes)
+        for block in blocks:
+            if block.slab in self._slabs:  # else it is over, or will be
+                self._slabs[block.slab].give(block.offset, block.nbytes)
 
     def slab_for(self, nbytes: int) -> int:
         """Returns the size of a new slab that fits ``nbytes``; 0: not allowed."""
         nbytes = _whole_pages(nbytes)
-        if not self._has_slot or nbytes > self._budget.remaining:
+        if nbytes > self._budget.remaining:
             return 0
         return max(nbytes, min(self._slab_bytes, _floor_pages(self._budget.remaining)))
 
-    def add_slab(self, size: int) -> None:
-        """Adds a slab of a size that ``slab_for`` allowed.
+    def add_slab(self, size: int) -> int:
+        """Adds a slab of a size that ``slab_for`` allowed; returns its number.
 
         Raises:
           ValueError: it is over the budget.
         """
         if not self._budget.take(size):
             raise ValueError(f"a slab of {size} bytes is over the budget")
-        self._slabs.append(FreeList(size))
-        self.slab_bytes_taken += size
+        slab, self._next_slab = self._next_slab, self._next_slab + 1
+        self._slabs[slab], self._sizes[slab] = FreeList(size), size
+        self._lent[slab] = set()
+        return slab
 
     def close(self) -> None:
-        """Gives the budget back; nothing can be lent any more."""
+        """Gives the budget back, and forgets all slabs."""
         self._budget.give(self.slab_bytes_taken)
-        self._slabs, self._lent, self._free_slots = [], {}, []
-        self._next_slot = None
-        self.slab_bytes_taken = 0
+        self._slabs, self._sizes, self._lent = {}, {}, {}
 
 
 def _whole_pages(nbytes: int) -> int:

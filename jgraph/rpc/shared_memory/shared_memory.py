@@ -1,49 +1,34 @@
-"""Shared-memory tensors between tasks of one machine: copied once, mapped by both.
+"""Shared-memory tensors between tasks of one machine: copied once, mapped by all.
 
 The sender of an Exchange owns the memory (``SendMemory``) and announces it in its
 Hello. A receiver that finds the announced nonce there (``ReceiveMemory``) takes handles
-instead of bytes. A received array lies in a block that is the receiver's alone until
-the last array on it is gone; then the receiver writes 0 to the slot of the block in the
-control memory, and the sender may lend the block again. That needs no message.
+instead of bytes. A received array lies in a block that is the receiver's, or that many
+read, until the last array on it is gone; then the receiver writes 0 to its slot in the
+control memory, and the sender may use the block again, once all who were lent it have
+done so. That needs no message.
 
-When the stream ends, the sender lets go of everything and reuses nothing: arrays of a
+When the stream ends, the sender reuses nothing of what it lent over it: arrays of a
 receiver that lives keep their pages, and the kernel frees the rest.
 """
 
-import asyncio
 import logging
 import os
-import secrets
-from collections.abc import Sequence
 from typing import Any, Final, final
-from weakref import WeakSet
 
 import numpy as np
 
 from jgraph.errors import MalformedMessageError
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.shared_memory.memory_blocks import (
-    PAGE_BYTES,
-    Block,
-    BlockPool,
-    Budget,
-)
-from jgraph.rpc.shared_memory.memory_files import (
-    NONCE_BYTES,
-    Bytes,
-    MemoryFile,
-    map_foreign,
-)
+from jgraph.rpc.shared_memory.memory_blocks import PAGE_BYTES, Budget, Slots
+from jgraph.rpc.shared_memory.memory_files import Bytes, MemoryFile, map_foreign
+from jgraph.rpc.shared_memory.slabs import Loan, Slabs
 
 _logger = logging.getLogger(__name__)
 FIRST_SLOT: Final = 64
 SLOTS: Final = 4 * PAGE_BYTES - FIRST_SLOT
 """Blocks that can be lent to one receiver at once."""
-SLAB_BYTES: Final = 16 << 20
 MAX_SHARED_BYTES: Final = 8 << 30
 ALIGNMENT: Final = 64
-LARGE_BYTES: Final = 32 << 20
-"""What is free and as large is given back when work is over that comes once."""
 
 
 def default_limit() -> int:
@@ -70,20 +55,19 @@ def available_memory() -> int:
 
 @final
 class SendMemory:
-    """The memory in which one task lends tensors to one other.
+    """What one task lends to one other.
 
     Args:
-      budget: shared by all receivers of a task.
-      slab_bytes: memory is taken from the system in pieces of this size.
+      slabs: where it lies, with what others are lent.
 
     Raises:
       OSError: this process cannot make memory files.
 
     Example:
-      >>> sender = SendMemory(Budget(1 << 20))
+      >>> sender = SendMemory(Slabs(Budget(1 << 20)))
       >>> receiver = ReceiveMemory(sender.announcement())
-      >>> handle, room = sender.lend(4)
-      >>> room[:] = 7
+      >>> handle, loan = sender.lend(np.full(4, 7, np.uint8))
+      >>> loan.room[:] = 7
       >>> array = receiver.array(handle, 4)
       >>> array.tolist(), sender.collect()
       ([7, 7, 7, 7], 0)
@@ -93,79 +77,71 @@ class SendMemory:
       >>> sender.close()
     """
 
-    def __init__(self, budget: Budget, slab_bytes: int = SLAB_BYTES) -> None:
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._control = MemoryFile(FIRST_SLOT + SLOTS, self._nonce)
+    def __init__(self, slabs: Slabs) -> None:
+        self._slabs = slabs
+        self._control = MemoryFile(FIRST_SLOT + SLOTS, slabs.nonce)
         self._is_lent = self._control.data[FIRST_SLOT:]
-        self._pool = BlockPool(SLOTS, budget, slab_bytes)
-        self._slabs: list[MemoryFile] = []
-        self._slots_used = 0
+        self._slots = Slots(SLOTS)
+        self._loans: dict[int, Loan] = {}
+        slabs.lenders.add(self)
 
     def announcement(self) -> pb.SharedMemory:
         """Returns what the receiver must know to map it."""
-        return pb.SharedMemory(pid=os.getpid(), fd=self._control.fd, nonce=self._nonce)
+        return pb.SharedMemory(
+            pid=os.getpid(), fd=self._control.fd, nonce=self._slabs.nonce
+        )
 
-    def lend(self, nbytes: int) -> tuple[pb.SharedBlock, Bytes] | None:
-        """Returns a handle and the room for ``nbytes``; None when all is lent."""
-        block = self._pool.take(nbytes)
-        if block is None and self._grow(nbytes):
-            block = self._pool.take(nbytes)
-        if block is None:
+    def lend(self, array: np.ndarray[Any, Any]) -> tuple[pb.SharedBlock, Loan] | None:
+        """Returns a handle and the block for a tensor; None when all is lent.
+
+        Who is first to be lent the block copies the tensor there.
+        """
+        slot = self._slots.take()
+        if slot is None:
             return None
-        slab = self._slabs[block.slab]
-        start = PAGE_BYTES + block.offset
-        self._is_lent[block.slot] = 1
-        self._slots_used = max(self._slots_used, block.slot + 1)
-        handle = pb.SharedBlock(fd=slab.fd, offset=start, slot=block.slot)
-        return handle, slab.data[start : start + nbytes]
+        loan = self._slabs.loan_of(array)
+        if loan is None:
+            self._slots.give(slot)
+            return None
+        loan.receivers += 1
+        self._loans[slot] = loan
+        self._is_lent[slot] = 1
+        handle = pb.SharedBlock(
+            fd=loan.fd, offset=loan.start, slot=slot, read_only=loan.tensor != 0
+        )
+        return handle, loan
 
     def collect(self) -> int:
         """Takes back what the receiver let go of; returns the number of blocks."""
-        given_back = np.flatnonzero(self._is_lent[: self._slots_used] == 0)
-        return self._pool.release(given_back.tolist())
+        given_back = np.flatnonzero(self._is_lent[: self._slots.used] == 0).tolist()
+        returned = [slot for slot in given_back if slot in self._loans]
+        for slot in returned:
+            self._slots.give(slot)
+            self._end(self._loans.pop(slot))
+        return len(returned)
 
-    async def give_back(self, least: int = LARGE_BYTES) -> int:
-        """Gives the pages of what is not lent to the kernel; returns how many bytes.
-
-        Args:
-          least: smaller pieces stay, for the next frames.
-        """
-        self.collect()
-        blocks = self._pool.take_large(least)
-        try:
-            await asyncio.to_thread(self._empty, blocks)
-        finally:
-            self._pool.give_large(blocks)
-        return sum(block.nbytes for block in blocks)
-
-    def _empty(self, blocks: Sequence[Block]) -> None:
-        slabs = self._slabs
-        for block in blocks if slabs else ():
-            slabs[block.slab].give_back(PAGE_BYTES + block.offset, block.nbytes)
-
-    def _grow(self, nbytes: int) -> bool:
-        size = self._pool.slab_for(nbytes)
-        if not size:
-            return False
-        try:
-            slab = MemoryFile(PAGE_BYTES + size, self._nonce)
-        except OSError:
-            return False
-        self._slabs.append(slab)
-        self._pool.add_slab(size)
-        return True
+    def _end(self, loan: Loan) -> None:
+        loan.receivers -= 1
+        if not loan.receivers:
+            self._slabs.give(loan)
 
     def close(self) -> None:
         """Lets go of the memory; what is lent stays valid for the receiver."""
-        self._pool.close()
-        for file in (self._control, *self._slabs):
-            file.close()
-        self._slabs = []
+        self.collect()
+        self._slabs.lenders.discard(self)
+        if not self._slabs.lenders:
+            self._slabs.close()
+        else:
+            for loan in self._loans.values():
+                loan.is_lost = True
+                self._end(loan)
+        self._loans = {}
+        self._control.close()
 
 
 @final
 class SendMemories:
-    """Gives each link of a process memory to lend from, all out of one budget.
+    """Gives each link of a process what it lends from the memory of all.
 
     Args:
       most_bytes: of all together; None: see ``default_limit``.
@@ -176,21 +152,21 @@ class SendMemories:
     """
 
     def __init__(self, most_bytes: int | None, *, near: bool) -> None:
-        self._budget = Budget(default_limit() if most_bytes is None else most_bytes)
-        self._memories = WeakSet[SendMemory]()
+        most = default_limit() if most_bytes is None else most_bytes
+        self._slabs = Slabs(Budget(most))
         self.is_near = near
 
     @property
     def taken(self) -> int:
         """Bytes that are allocated."""
-        return self._budget.taken
+        return self._slabs.taken
 
     def new(self) -> SendMemory | None:
         """Returns the memory of a link; None: its tensors travel in the stream."""
         if not self.is_near:
             return None
         try:
-            memory = SendMemory(self._budget)
+            return SendMemory(self._slabs)
         except OSError as error:
             _logger.info(
                 "Tensors go through streams, not through shared memory: this process "
@@ -199,13 +175,10 @@ class SendMemories:
             )
             self.is_near = False
             return None
-        self._memories.add(memory)
-        return memory
 
     async def give_back(self) -> None:
         """Gives large blocks back that nobody has borrowed."""
-        for memory in list(self._memories):
-            await memory.give_back()
+        await self._slabs.give_back()
 
 
 @final
@@ -229,6 +202,8 @@ class ReceiveMemory:
     def array(self, handle: pb.SharedBlock, nbytes: int) -> Bytes:
         """Returns the bytes of a block; it is given back when the last view is gone.
 
+        They are read-only where others may be looking at them.
+
         Raises:
           MalformedMessageError: the handle does not name ``nbytes`` of that memory.
         """
@@ -244,9 +219,7 @@ class ReceiveMemory:
                 f"slot {handle.slot:,} of shared memory; there are "
                 f"{self._is_lent.size:,}"
             )
-        return np.asarray(
-            _Lease(slab, handle.offset, nbytes, self._is_lent, handle.slot)
-        )
+        return np.asarray(_Lease(slab, handle, nbytes, self._is_lent))
 
     def _slab(self, fd: int) -> Bytes:
         slab = self._slabs.get(fd)
@@ -265,17 +238,17 @@ class _Lease:
     __slots__ = ("__array_interface__", "_is_lent", "_slab", "_slot")
 
     def __init__(
-        self, slab: Bytes, offset: int, nbytes: int, is_lent: Bytes, slot: int
+        self, slab: Bytes, handle: pb.SharedBlock, nbytes: int, is_lent: Bytes
     ) -> None:
         self._slab = slab
         self._is_lent = is_lent
-        self._slot = slot
-        address = slab.__array_interface__["data"][0] + offset
+        self._slot = handle.slot
+        address = slab.__array_interface__["data"][0] + handle.offset
         self.__array_interface__: dict[str, Any] = {
             "version": 3,
             "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (address, False),
+            "data": (address, handle.read_only),
         }
 
     def __del__(self) -> None:

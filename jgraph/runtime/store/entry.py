@@ -184,6 +184,9 @@ class Entry:
             return self.slab.part(self.place)
         if self.layout is None:
             view = view_of(self.value)
+            seen: np.ndarray[Any, Any] | None = self.views[-1]() if self.views else None
+            if seen is not None and _is_same(seen, view):
+                return seen  # one for all: it is sent to many as one tensor
         else:
             view = np.asarray(whole(self.value))
         if len(self.views) >= _FEW_VIEWS:
@@ -321,6 +324,12 @@ class HashEntry:
         """Ends an update of these rows."""
         if self._is_parameter:
             self.shard.updated(ids)
+
+
+def _is_same(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    """Whether two views that live are of the same memory, which nobody changes."""
+    mine, theirs = one.__array_interface__["data"], other.__array_interface__["data"]
+    return bool(mine == theirs) and one.dtype == other.dtype
 
 
 def locks_in_order(entries: Sequence[Entry | HashEntry]) -> list[threading.Lock]:

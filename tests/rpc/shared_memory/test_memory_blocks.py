@@ -1,4 +1,4 @@
-"""Blocks never overlap, none is lost, and giving one back twice changes nothing."""
+"""Blocks never overlap, and what a receiver may have for ever is not lent again."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,6 +12,7 @@ from jgraph.rpc.shared_memory.memory_blocks import (
     BlockPool,
     Budget,
     FreeList,
+    Slots,
 )
 
 SIZES = st.integers(1, 40)
@@ -58,24 +59,29 @@ def in_slab(blocks: list[Block], slab: int) -> list[tuple[int, int]]:
     return [(b.offset, b.nbytes) for b in blocks if b.slab == slab]
 
 
-@given(ACTIONS, st.integers(1, 200), st.integers(1, 12))
-def test_lent_blocks_are_disjoint_within_slots_and_budget(
-    actions: list[tuple[bool, int]], limit: int, slots: int
+@given(ACTIONS, st.integers(1, 200), st.sets(st.integers(0, 80)))
+def test_lent_blocks_are_disjoint_within_the_budget(
+    actions: list[tuple[bool, int]], limit: int, losses: set[int]
 ) -> None:
     budget = Budget(limit * PAGE_BYTES)
-    pool, lent = BlockPool(slots, budget, 30 * PAGE_BYTES), list[Block]()
-    for takes, n in actions:
+    pool, lent, lost = BlockPool(budget, 30 * PAGE_BYTES), list[Block](), list[Block]()
+    over = set[int]()
+    for turn, (takes, n) in enumerate(actions):
         if takes:
             block = grow(pool, n * PAGE_BYTES - 1)
             if block is not None:
                 assert block.nbytes == n * PAGE_BYTES
+                assert block.slab not in {b.slab for b in lost}
                 lent.append(block)
         elif lent:
-            slot = lent.pop(n % len(lent)).slot
-            assert pool.release([slot, slot, 99_999]) == 1
-            assert pool.release([slot]) == 0
-        assert pool.lent == {b.slot: b for b in lent}
-        assert len(lent) <= slots
+            block = lent.pop(n % len(lent))
+            if turn in losses:
+                lost.append(block)
+            if pool.lose(block) if turn in losses else pool.release(block):
+                assert block.slab in {b.slab for b in lost}
+                assert block.slab not in over | {b.slab for b in lent}
+                over.add(block.slab)
+        assert pool.lent == set(lent)
         assert pool.slab_bytes_taken == budget.taken <= budget.limit
         for slab in {b.slab for b in lent}:
             assert disjoint(in_slab(lent, slab))
@@ -85,18 +91,20 @@ def test_lent_blocks_are_disjoint_within_slots_and_budget(
 
 @given(st.lists(SIZES, min_size=1, max_size=20))
 def test_the_same_traffic_again_takes_no_new_memory(sizes: list[int]) -> None:
-    pool = BlockPool(64, Budget(1 << 30), 64 * PAGE_BYTES)
+    pool = BlockPool(Budget(1 << 30), 64 * PAGE_BYTES)
     taken = set()
     for _ in range(5):
         blocks = [grow(pool, n * PAGE_BYTES) for n in sizes]
         taken.add(pool.slab_bytes_taken)
-        assert pool.release([b.slot for b in blocks if b]) == len(sizes)
+        for block in blocks:
+            assert block is not None
+            pool.release(block)
     assert len(taken) == 1
 
 
 def test_pool_without_room_lends_nothing_and_others_may_take_what_is_left() -> None:
     budget = Budget(10 * PAGE_BYTES)
-    first, second = BlockPool(4, budget, 6 * PAGE_BYTES), BlockPool(4, budget, 1 << 30)
+    first, second = BlockPool(budget, 6 * PAGE_BYTES), BlockPool(budget, 1 << 30)
     assert grow(first, 5 * PAGE_BYTES) is not None
     assert grow(first, 5 * PAGE_BYTES) is None
     assert grow(second, 4 * PAGE_BYTES) is not None
@@ -107,18 +115,20 @@ def test_pool_without_room_lends_nothing_and_others_may_take_what_is_left() -> N
 
 def test_slab_over_the_budget_is_refused() -> None:
     with pytest.raises(ValueError, match="over the budget"):
-        BlockPool(4, Budget(100), 100).add_slab(101)
+        BlockPool(Budget(100), 100).add_slab(101)
 
 
-def test_pool_without_slots_lends_nothing() -> None:
-    pool = BlockPool(1, Budget(1 << 20), 1 << 16)
-    assert grow(pool, 1) is not None
-    assert grow(pool, 1) is None
-    assert pool.slab_bytes_taken == 1 << 16
+def test_least_free_slot_is_taken_and_there_are_no_more_than_there_are() -> None:
+    slots = Slots(3)
+    assert [slots.take() for _ in range(4)] == [0, 1, 2, None]
+    slots.give(2)
+    slots.give(0)
+    assert [slots.take() for _ in range(3)] == [0, 2, None]
+    assert slots.used == 3
 
 
 def test_large_free_ranges_are_taken_and_given_back() -> None:
-    pool = BlockPool(slots=4, budget=Budget(1 << 20), slab_bytes=1 << 20)
+    pool = BlockPool(budget=Budget(1 << 20), slab_bytes=1 << 20)
     pool.add_slab(pool.slab_for(1))
     block = pool.take(2 * PAGE_BYTES)
     assert block is not None
@@ -127,5 +137,17 @@ def test_large_free_ranges_are_taken_and_given_back() -> None:
     assert (rest.offset, rest.nbytes) == (2 * PAGE_BYTES, (1 << 20) - 2 * PAGE_BYTES)
     assert pool.take(1) is None, "nothing is free meanwhile"
     pool.give_large([rest])
-    pool.release([block.slot])
+    pool.release(block)
     assert pool.take(1 << 20) is not None
+
+
+def test_ranges_of_a_slab_that_is_over_are_given_back_to_nobody() -> None:
+    pool = BlockPool(budget=Budget(1 << 20), slab_bytes=1 << 20)
+    pool.add_slab(pool.slab_for(1))
+    block = pool.take(1)
+    assert block is not None
+    rest = pool.take_large(PAGE_BYTES)
+    assert pool.lose(block)
+    pool.give_large(rest)
+    assert pool.take(1) is None
+    assert pool.slab_bytes_taken == 0

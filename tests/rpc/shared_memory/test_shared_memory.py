@@ -24,6 +24,7 @@ from jgraph.rpc.shared_memory.shared_memory import (
     SendMemory,
     available_memory,
 )
+from jgraph.rpc.shared_memory.slabs import Slabs
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("little_garbage")
@@ -43,15 +44,19 @@ def open_files() -> int:
 
 @contextmanager
 def pair(limit: int = 1 << 20) -> Iterator[tuple[SendMemory, ReceiveMemory]]:
-    sender = SendMemory(Budget(limit), slab_bytes=limit)
+    sender = SendMemory(Slabs(Budget(limit), slab_bytes=limit))
     yield sender, ReceiveMemory(sender.announcement())
     sender.close()
 
 
+def tensor(nbytes: int = N) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.zeros(nbytes, np.uint8)
+
+
 def send(sender: SendMemory, value: int = 1) -> pb.SharedBlock:
-    lent = sender.lend(N)
+    lent = sender.lend(tensor())
     assert lent is not None
-    lent[1][:] = value
+    lent[1].room[:] = value
     return lent[0]
 
 
@@ -116,18 +121,27 @@ def test_nothing_is_left_open_when_both_sides_are_gone() -> None:
 def test_full_memory_lends_nothing_until_a_block_comes_back() -> None:
     with pair(limit=2 * N) as (sender, receiver):
         array = receiver.array(send(sender), N)
-        assert sender.lend(N) is None
+        assert sender.lend(tensor()) is None
         del array
-        assert sender.lend(N) is None
-        sender.collect()
-        assert sender.lend(N) is not None
+        assert sender.lend(tensor()) is not None
+
+
+def test_full_memory_is_collected_from_all_who_were_lent_of_it() -> None:
+    slabs = Slabs(Budget(2 * N), slab_bytes=2 * N)
+    idle, busy = SendMemory(slabs), SendMemory(slabs)
+    array = ReceiveMemory(idle.announcement()).array(send(idle), N)
+    assert busy.lend(tensor()) is None
+    del array
+    assert busy.lend(tensor()) is not None
+    idle.close()
+    busy.close()
 
 
 def test_many_files_are_not_needed_and_slots_are_bounded() -> None:
     with pair(limit=1 << 30) as (sender, _):
         before = open_files()
-        assert all(sender.lend(1) for _ in range(SLOTS))
-        assert sender.lend(1) is None
+        assert all(sender.lend(tensor(1)) for _ in range(SLOTS))
+        assert sender.lend(tensor(1)) is None
         assert open_files() <= before + 3
 
 
@@ -222,14 +236,14 @@ def test_sender_that_gets_no_file_lends_nothing(limit: str, value: int) -> None:
     import resource
 
     kind = getattr(resource, f"RLIMIT_{limit}")
-    sender = SendMemory(Budget(1 << 20))
+    sender = SendMemory(Slabs(Budget(1 << 20)))
     soft, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (value, hard))
     try:
-        assert sender.lend(N) is None
+        assert sender.lend(tensor()) is None
     finally:
         resource.setrlimit(kind, (soft, hard))
-    assert sender.lend(N) is not None
+    assert sender.lend(tensor()) is not None
     sender.close()
 
 
@@ -240,16 +254,19 @@ def test_control_memory_has_a_byte_per_slot() -> None:
 
 
 def test_what_is_free_is_given_back_to_the_system() -> None:
-    with pair() as (sender, receiver):
-        array = receiver.array(send(sender), N)
-        assert asyncio.run(sender.give_back(least=PAGE_BYTES)) > 0
-        assert array.tolist() == [1] * N, "what is lent stays"
-        before = _resident()
-        del array
-        assert asyncio.run(sender.give_back(least=PAGE_BYTES)) >= N
-        assert before - _resident() >= N // PAGE_BYTES
-        again = receiver.array(send(sender, 7), N)
-        assert again.tolist() == [7] * N
+    slabs = Slabs(Budget(1 << 20), slab_bytes=1 << 20)
+    sender = SendMemory(slabs)
+    receiver = ReceiveMemory(sender.announcement())
+    array = receiver.array(send(sender), N)
+    assert asyncio.run(slabs.give_back(least=PAGE_BYTES)) > 0
+    assert array.tolist() == [1] * N, "what is lent stays"
+    before = _resident()
+    del array
+    assert asyncio.run(slabs.give_back(least=PAGE_BYTES)) >= N
+    assert before - _resident() >= N // PAGE_BYTES
+    again = receiver.array(send(sender, 7), N)
+    assert again.tolist() == [7] * N
+    sender.close()
 
 
 def _resident() -> int:

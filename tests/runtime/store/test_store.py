@@ -55,6 +55,18 @@ def test_containers_keep_equal_names_apart(store: VariableStore) -> None:
     assert [row.name for row in store.table()] == ["a", "b"]
 
 
+def test_readers_of_one_version_have_one_view_and_later_ones_another(
+    store: VariableStore,
+) -> None:
+    bump = jax.jit(lambda a: [a + 1], donate_argnums=0)
+    (first,), (second,) = store.read([A]), store.read([A])
+    assert first is second
+    store.update([A], [], bump)
+    (later,) = store.read([A])
+    assert later is not first
+    assert (first.max(), later.min()) == (0, 1)
+
+
 def test_update_donates_and_counts_versions(store: VariableStore) -> None:
     bump = jax.jit(lambda a, b: [a + 1, b.sum()], donate_argnums=0)
     (total,) = store.update([A], [B], bump)
