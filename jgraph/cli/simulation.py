@@ -11,10 +11,22 @@ from jgraph.cli.options import Json, say
 
 def simulate(
     workers: Annotated[int, typer.Option(help="Workers to simulate.")],
-    ps: Annotated[int, typer.Option(help="Parameter servers to simulate.")],
     plan: Annotated[
         Path, typer.Option(help="File of trainer.plan(…).save('plan.json').")
     ],
+    ps: Annotated[
+        int | None,
+        typer.Option(
+            help="Parameter servers to simulate. The fewest that are nearly as fast as "
+            "any number if unset."
+        ),
+    ] = None,
+    sharded: Annotated[
+        bool,
+        typer.Option(
+            "--sharded", help="Cut large variables, as min_max_variable_partitioner."
+        ),
+    ] = False,
     mode: Annotated[
         Literal["sync", "async"], typer.Option(help="As SyncPS or AsyncPS trains.")
     ] = "sync",
@@ -82,6 +94,7 @@ def simulate(
         computing=Computing(seconds, sigma),
         costs=constants,
         seed=seed,
+        sharded=sharded,
     )
     facts = {"simulated": True, **asdict(found), "not_modelled": NOT_MODELLED}
     say(facts, str(found), as_json=as_json)

@@ -32,6 +32,18 @@ def test_it_says_what_it_simulated_and_of_what(
         assert said in text
 
 
+def test_it_finds_how_many_ps_are_enough(
+    plan: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = f"simulate --workers 4 --plan {plan} --compute-ms 9000 --sharded"
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(typed.split())
+    text = capsys.readouterr().out
+    assert "1 ps: " in text.splitlines()[0]
+    assert "1 ps are the fewest within 5 % of the fastest tried" in text
+    assert "jg.min_max_variable_partitioner(1)" in text
+
+
 def test_a_program_reads_the_same(
     plan: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,11 +14,14 @@ tensorflow/python/distribute/sharded_variable.py.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 from jgraph.errors import ShardingError
 from jgraph.graph.sharding import Partitioner, array_nbytes
 from jgraph.view import markup
+
+LEAST_SHARD: Final = 256 << 10
+"""Bytes that a shard has at least, unless told otherwise."""
 
 
 @final
@@ -114,7 +117,7 @@ def variable_axis_size_partitioner(
 
 
 def min_max_variable_partitioner(
-    max_partitions: int = 1, axis: int = 0, min_slice_size: int = 256 << 10
+    max_partitions: int = 1, axis: int = 0, min_slice_size: int = LEAST_SHARD
 ) -> Partitioner:
     """Returns a partitioner into the most shards of about ``min_slice_size`` bytes.
 

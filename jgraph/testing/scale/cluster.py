@@ -6,6 +6,7 @@ whose plan has pieces is simulated in them: each begins when its bytes are there
 what it made travels while the next one computes.
 """
 
+import math
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from jgraph.graph.device import is_ps
 from jgraph.graph.ir import TaskName
 from jgraph.plan.partition.buckets import LEAST_OF_ONE
 from jgraph.plan.placement.spread import assign_largest_first
+from jgraph.plan.sharding.partitioner import LEAST_SHARD
 from jgraph.plan.traffic import StepTraffic
 from jgraph.testing.scale.computing import Computing
 from jgraph.testing.scale.costs import Costs
@@ -47,11 +49,12 @@ class Share:
     stored: int
 
 
-def shares_of(step: StepTraffic, ps: int) -> list[Share]:
+def shares_of(step: StepTraffic, ps: int, *, sharded: bool = False) -> list[Share]:
     """Returns what each of so many ps has of a step; those that have nothing left out.
 
     As many as in the plan have what the plan says. Else its variables are spread anew,
     the largest first, and each brings its part of the bytes that are read and written.
+    If ``sharded`` the large ones are cut first, into as many as there are ps.
 
     Example:
       >>> from jgraph.plan.traffic import Held, Message
@@ -60,10 +63,12 @@ def shares_of(step: StepTraffic, ps: int) -> list[Share]:
       >>> sent = Message(one, worker, 40), Message(worker, one, 80)
       >>> shares_of(StepTraffic("step", worker, held, sent, {}), ps=2)
       [Share(read=30, written=60, stored=30), Share(read=10, written=20, stored=10)]
+      >>> len(shares_of(StepTraffic("step", worker, held, sent, {}), 9, sharded=True))
+      2
     """
     tasks = sorted({v.task for v in step.on_ps})
     read, written, stored = (Counter[str]() for _ in range(3))
-    if len(tasks) == ps:
+    if len(tasks) == ps and not sharded:
         for variable in step.on_ps:
             stored[variable.task] += variable.nbytes
         for m in step.messages:
@@ -73,7 +78,11 @@ def shares_of(step: StepTraffic, ps: int) -> list[Share]:
                 ] += m.nbytes
     else:
         tasks = [TaskName(f"/job:ps/task:{n}") for n in range(ps)]
-        sizes = {str(n): v.nbytes for n, v in enumerate(step.on_ps)}
+        sizes = {
+            f"{n}/{shard}": nbytes
+            for n, v in enumerate(step.on_ps)
+            for shard, nbytes in enumerate(_shards(v.nbytes, ps if sharded else 1))
+        }
         load = dict.fromkeys(tasks, 0)
         assign_largest_first(sizes, tasks, load)
         total = max(1, sum(load.values()))
@@ -82,6 +91,12 @@ def shares_of(step: StepTraffic, ps: int) -> list[Share]:
             read[task] = round(step.read * nbytes / total)
             written[task] = round(step.written * nbytes / total)
     return [Share(read[t], written[t], stored[t]) for t in tasks if stored[t]]
+
+
+def _shards(nbytes: int, most: int) -> list[int]:
+    """Returns the bytes of the shards of a variable of many rows."""
+    count = max(1, min(most, math.ceil(nbytes / LEAST_SHARD)))
+    return [nbytes * (n + 1) // count - nbytes * n // count for n in range(count)]
 
 
 @final

@@ -7,8 +7,9 @@ what calibration measured; bytes are fluid and share networks.
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal, TypeAlias, final
 
 from jgraph.errors import ConfigError
@@ -25,6 +26,14 @@ from jgraph.testing.virtual_time import Simulation
 from jgraph.view.units import bytes_text, ms_text
 
 Mode: TypeAlias = Literal["sync", "async"]
+_COUNTS: Final = tuple(
+    sorted({n for power in range(11) for n in (1 << power, 3 << power >> 1)} - {0})
+)
+"""Numbers of ps that are tried: 1, 2, 3, 4, 6, 8, 12, and so on."""
+_TRIED_STEPS: Final = 6
+_IDLE_TRIES: Final = 3
+"""So many numbers of ps may be no faster than fewer before no more are tried."""
+_FASTER, _NEARLY = 1.01, 1.05
 NOT_MODELLED: Final = (
     "not modelled: packets that are lost where many send to one, switches that several "
     "hosts share, page faults, caches, and what else runs on a host"
@@ -72,14 +81,14 @@ class Simulated:
         steps = ", ".join(f"{p} {ms_text(s)}" for p, s in self.step_s.items())
         busy = ", ".join(f"{name} {100 * x:.0f} %" for name, x in self.busy.items())
         machines = ", ".join(f"{n} {ms_text(s)}" for n, s in self.machine_s.items())
-        each = "update" if self.mode == "sync" else "step"
+        each = "an update" if self.mode == "sync" else "a step"
         return "\n".join(
             [
                 f"simulated: {self.mode}, {self.workers} workers, {self.ps} ps: "
                 f"{self.steps_per_s:.4g} steps/s of all workers",
-                f"  a {each} takes {steps}",
+                f"  {each} takes {steps}",
                 f"  busy: {busy}",
-                f"  machines, measured CPU per {each}: {machines}",
+                f"  machines, measured CPU of {each}: {machines}",
                 *([f"  {self.dropped} steps came too late"] if self.dropped else []),
                 *(f"  {note}" for note in self.notes),
                 str(self.costs),
@@ -92,7 +101,7 @@ def simulate(
     plan: Plan | StepTraffic,
     *,
     workers: int,
-    ps: int,
+    ps: int | None = None,
     mode: Mode = "sync",
     steps: int = 20,
     backup_workers: int = 0,
@@ -101,13 +110,15 @@ def simulate(
     costs: Costs | None = None,
     cores: float | None = None,
     seed: int = 0,
+    sharded: bool = False,
 ) -> Simulated:
     """Returns what a cluster would do with a plan.
 
     Args:
       plan: of one worker's step: ``trainer.plan(…)``, or ``Plan.load('plan.json')``.
       workers: how many.
-      ps: how many; those that get no variable do nothing.
+      ps: how many; those that get no variable do nothing. If unset, the fewest that are
+        nearly as fast as any number, of those that were tried.
       mode: "sync" or "async".
       steps: of each worker.
       backup_workers: workers whose contributions an update does not wait for.
@@ -117,6 +128,8 @@ def simulate(
       costs: measured ones; those that come with the package if unset.
       cores: all tasks share one host with so many; if unset each has its own.
       seed: the same one gives the same run.
+      sharded: large variables are cut into as many shards as there are ps, as by
+        ``jg.min_max_variable_partitioner``.
 
     Raises:
       ConfigError: numbers that mean nothing, or a plan that says nothing of ps.
@@ -140,12 +153,26 @@ def simulate(
     if computing is None:
         computing = Computing(computing_s(step, costs))
     notes.append(f"a worker computes {computing}")
-    shares = shares_of(step, ps)
-    if len(shares) < ps:
-        notes.append(
-            f"{ps - len(shares)} of {ps} ps have no variable and do nothing: the plan "
-            f"has {len(step.on_ps)}; shard the large ones"
+    if ps is None:
+        few = partial(
+            simulate,
+            *(step,),
+            workers=workers,
+            mode=mode,
+            steps=min(steps, _TRIED_STEPS),
+            backup_workers=backup_workers,
+            max_staleness=max_staleness,
+            computing=computing,
+            costs=costs,
+            cores=cores,
+            seed=seed,
+            sharded=sharded,
         )
+        rates = _rates(lambda count: few(ps=count))
+        ps = _enough(rates)
+        notes.append(_why(ps, rates))
+    shares = shares_of(step, ps, sharded=sharded)
+    notes += _of_shares(step, ps, len(shares), sharded=sharded)
     notes.append(
         f"a step reads {bytes_text(step.read)} and sends {bytes_text(step.written)}"
     )
@@ -161,6 +188,60 @@ def simulate(
     if mode == "sync":
         return _synchronous(cluster, steps, workers - backup_workers, notes)
     return _asynchronous(cluster, steps, max_staleness, notes)
+
+
+def _rates(of: Callable[[int], Simulated]) -> dict[int, float]:
+    """Returns steps per second by the number of ps, until more are no faster."""
+    rates: dict[int, float] = {}
+    for count in _COUNTS:
+        found = of(count)
+        if found.ps < count:
+            break  # there is nothing for the others
+        rates[count] = found.steps_per_s
+        if len(rates) > _IDLE_TRIES:
+            *before, _, _, _ = rates.values()
+            if max(rates.values()) < _FASTER * max(before):
+                break
+    return rates
+
+
+def _enough(rates: Mapping[int, float]) -> int:
+    """Returns the fewest ps that are nearly as fast as any.
+
+    Example:
+      >>> _enough({1: 50.0, 2: 99.0, 3: 100.0})
+      2
+    """
+    least = max(rates.values()) / _NEARLY
+    return min(count for count, rate in rates.items() if rate >= least)
+
+
+def _why(ps: int, rates: Mapping[int, float]) -> str:
+    """Returns why so many were taken: those with half, and the fastest, beside it."""
+    fastest = max(rates, key=rates.__getitem__)
+    half = max((count for count in rates if count <= ps / 2), default=ps)
+    beside = ", ".join(
+        f"{rates[count]:.4g} with {count}" for count in sorted({half, ps, fastest})
+    )
+    return f"{ps} ps are the fewest within 5 % of the fastest tried; steps/s: {beside}"
+
+
+def _of_shares(step: StepTraffic, ps: int, having: int, *, sharded: bool) -> list[str]:
+    """Returns what a reader has to know of the variables of so many ps."""
+    count, notes = len(step.on_ps), list[str]()
+    partitioner = f"partitioner=jg.min_max_variable_partitioner({ps})"
+    if having < ps:
+        variables = "variable" if count == 1 else "variables"
+        cut = (
+            "" if sharded else f", or cut large ones: --sharded, Trainer({partitioner})"
+        )
+        notes.append(
+            f"{ps - having} of {ps} ps have no variable and do nothing: the plan has "
+            f"{count} {variables}; take {having} ps{cut}"
+        )
+    if sharded:
+        notes.append(f"large variables are cut into shards: Trainer({partitioner})")
+    return notes
 
 
 def computing_s(step: StepTraffic, costs: Costs) -> float:
@@ -185,7 +266,7 @@ def dense_step(nbytes: int, variables: int = 64) -> StepTraffic:
 
 def _check(
     workers: int,
-    ps: int,
+    ps: int | None,
     mode: str,
     steps: int,
     backup_workers: int,
@@ -193,7 +274,7 @@ def _check(
     cores: float | None,
 ) -> None:
     for name, number in (("workers", workers), ("ps", ps), ("steps", steps)):
-        if number < 1:
+        if number is not None and number < 1:
             raise ConfigError(f"{name} is {number}; give 1 or more")
     if mode not in {"sync", "async"}:
         raise ConfigError(f"mode is {mode!r}; give 'sync' or 'async'")

@@ -199,7 +199,42 @@ def test_bytes_cost_the_more_the_more_tasks_wait_for_a_core_of_their_host() -> N
 def test_more_ps_than_variables_is_told() -> None:
     found = simulate(dense_step(100, variables=2), workers=1, ps=5, steps=2)
     assert found.ps == 2
-    assert "3 of 5 ps have no variable" in str(found)
+    said = "3 of 5 ps have no variable and do nothing: the plan has 2 variables; take 2"
+    assert said in str(found)
+    assert "jg.min_max_variable_partitioner(5)" in str(found)
+
+
+def test_large_variables_are_cut_so_that_all_ps_have_a_part() -> None:
+    step = dense_step(8_000_000, variables=2)
+    found = simulate(step, workers=1, ps=5, steps=2, sharded=True)
+    assert found.ps == 5
+    assert "do nothing" not in str(found)
+    assert found.step_s["p50"] < simulate(step, workers=1, ps=5, steps=2).step_s["p50"]
+    small = simulate(dense_step(100, 2), workers=1, ps=5, steps=2, sharded=True)
+    assert small.ps == 2
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_fewest_ps_are_taken_that_are_nearly_as_fast_as_any(mode: Any) -> None:
+    options: Any = {
+        "workers": 16,
+        "mode": mode,
+        "costs": FREE,
+        "computing": Computing(1.0),
+        "steps": 6,
+    }
+    step = dense_step(200_000_000, variables=96)
+    found = simulate(step, **options)
+    rates = {n: simulate(step, ps=n, **options).steps_per_s for n in (1, 2, 4, 8, 96)}
+    assert f"{found.ps} ps are the fewest" in str(found)
+    assert found.steps_per_s > max(rates.values()) / 1.06
+    fewer = simulate(step, ps=found.ps // 2, **options)
+    assert fewer.steps_per_s < found.steps_per_s
+
+
+def test_no_more_ps_are_taken_than_have_a_part() -> None:
+    found = simulate(dense_step(9_000_000_000, variables=3), workers=50, costs=FREE)
+    assert found.ps == 3
 
 
 def test_what_is_shown_says_that_it_is_simulated_of_what_and_what_is_left_out() -> None:
