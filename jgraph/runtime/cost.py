@@ -7,8 +7,7 @@ from typing import Final, final
 
 _LONG_S: Final = 0.02
 _SHRINKS: Final = 0.98
-ALWAYS_AT_ONCE_S: Final = 150e-6
-"""Work known to take less never goes to a thread."""
+_ALWAYS_AT_ONCE_S: Final = 150e-6
 _NEVER_AT_ONCE_S: Final = 500e-6
 FEW_CORES: Final = 4
 _ALWAYS_WITH_FEW_CORES_S: Final = 500e-6
@@ -67,6 +66,16 @@ class Cost:
             self.seconds = max(used, min(seconds, self.seconds * _SHRINKS))
 
 
+def always_at_once_s(cores: int) -> float:
+    """Returns below which time work that it is known of never goes to a thread.
+
+    Example:
+      >>> always_at_once_s(cores=2) > always_at_once_s(cores=64)
+      True
+    """
+    return _ALWAYS_WITH_FEW_CORES_S if cores <= FEW_CORES else _ALWAYS_AT_ONCE_S
+
+
 def runs_at_once(work: Cost, hand_over: Cost, cores: int = FEW_CORES + 1) -> bool:
     """Whether to run work here rather than in a thread.
 
@@ -89,8 +98,7 @@ def runs_at_once(work: Cost, hand_over: Cost, cores: int = FEW_CORES + 1) -> boo
     """
     if work.seconds is None:
         return False
-    always, never = ALWAYS_AT_ONCE_S, _NEVER_AT_ONCE_S
-    if cores <= FEW_CORES:
-        always, never = _ALWAYS_WITH_FEW_CORES_S, _NEVER_WITH_FEW_CORES_S
-    limit = max(hand_over.seconds or 0.0, always)
+    few = cores <= FEW_CORES
+    never = _NEVER_WITH_FEW_CORES_S if few else _NEVER_AT_ONCE_S
+    limit = max(hand_over.seconds or 0.0, always_at_once_s(cores))
     return work.seconds < min(limit, never)

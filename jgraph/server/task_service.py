@@ -26,7 +26,7 @@ from jgraph.rpc.resumable.backlog import default_queue_limit
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Frame, Tensor
 from jgraph.runtime.compute_errors import as_error
-from jgraph.runtime.cost import ALWAYS_AT_ONCE_S
+from jgraph.runtime.cost import always_at_once_s, available_cores
 from jgraph.runtime.task import TaskRuntime, by_name
 from jgraph.server.flight_service import FlightService, recorder_rows
 from jgraph.server.gates.gates import Gates
@@ -82,6 +82,7 @@ class TaskService:
             max_early_bytes=default_queue_limit(),
             flight_rows=recorder_rows(),
         )
+        self._at_once_s = always_at_once_s(available_cores())
         self.driver = StepDriver(self.runtime, self.shell.messages)
         self.shell.messages.drives = self.driver.steps.__contains__
         self.records = ChangeStreams(context, self.runtime, self.shell)
@@ -261,7 +262,7 @@ class TaskService:
     async def _run_step(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)
         if not body.trace:
-            found = self.run_at_once(body.handle, request.tensors, ALWAYS_AT_ONCE_S)
+            found = self.run_at_once(body.handle, request.tensors, self._at_once_s)
             if found is not None:
                 yield frame(empty=pb.Empty(), tensors=found)
                 return

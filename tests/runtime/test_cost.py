@@ -1,6 +1,6 @@
 import pytest
 
-from jgraph.runtime.cost import Cost, runs_at_once
+from jgraph.runtime.cost import Cost, always_at_once_s, runs_at_once
 
 
 def test_first_run_is_taken_as_it_is() -> None:
@@ -75,3 +75,10 @@ def test_with_few_cores_a_thread_is_worth_it_only_for_longer_work() -> None:
 
 def test_work_that_would_keep_others_waiting_never_runs_at_once() -> None:
     assert not runs_at_once(Cost(600e-6), Cost(1.0))
+
+
+@pytest.mark.parametrize("cores", [1, 2, 4, 5, 64])
+def test_what_is_always_short_never_goes_to_a_thread(cores: int) -> None:
+    work = Cost(always_at_once_s(cores) * 0.99)
+    assert runs_at_once(work, Cost(0.0), cores)
+    assert runs_at_once(work, Cost(1.0), cores)

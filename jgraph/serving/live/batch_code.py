@@ -12,6 +12,8 @@ from jgraph.serving.signature import Array
 
 SHORT_S: Final = 0.002
 """What computes for less time does so on the event loop."""
+FEW: Final = 64
+"""Ids that Python puts in order sooner than NumPy."""
 
 
 @final
@@ -27,6 +29,8 @@ class LookedUp:
       hashed: it is a hash table, and ids are its keys.
       shape: of a row.
       dtype: of a row.
+      inputs: numbers of the inputs of which its ids are all elements, one after the
+        other; none: its ids are computed.
     """
 
     name: str
@@ -36,6 +40,7 @@ class LookedUp:
     hashed: bool
     shape: tuple[int, ...]
     dtype: str
+    inputs: tuple[int, ...] = ()
 
     def numbers(self, ids: Any) -> Array:
         """Returns ids that code gave as numbers: int32[n], or keys, int64[n]."""
@@ -84,13 +89,62 @@ class BatchIds:
     bad: Array
 
     @classmethod
+    def fed(cls, inputs: Sequence[Array], table: LookedUp) -> "BatchIds | None":
+        """Returns the ids that inputs are; None: ``BatchCode.ids`` has to say.
+
+        It has for ids that are computed, and for those out of range: what becomes of
+        these depends on the lookup.
+
+        Example:
+          >>> table = LookedUp("t", "user", 5, 4, False, (2,), "float32", (1,))
+          >>> dense = np.zeros((2, 1), np.float32)
+          >>> ids = BatchIds.fed([dense, np.array([[3, 2], [1, 3]])], table)
+          >>> ids.unique.tolist(), ids.positions.tolist(), ids.bad.tolist()
+          ([1, 2, 3], [2, 1, 0, 2], [])
+          >>> BatchIds.fed([dense, np.array([[3, 2], [1, -3]])], table)
+        """
+        if not table.inputs:
+            return None
+        ids = inputs[table.inputs[0]].ravel()
+        if len(table.inputs) > 1:
+            ids = np.concatenate([inputs[number].ravel() for number in table.inputs])
+        if len(ids) != table.count or not _are_rows(ids, table.rows):
+            return None
+        narrow = ids.astype(np.int32, copy=False)
+        unique, positions = _each_once(narrow)
+        return cls(unique, positions, narrow[:0])
+
+    @classmethod
     def of(cls, ids: Array, table: LookedUp) -> "BatchIds":
         """Returns ids, as ``LookedUp.numbers`` gives them, put in order."""
         if table.hashed:
             here, is_none = ids != NO_KEY, ids == NO_KEY
         else:
             here, is_none = (ids >= 0) & (ids < table.rows), ids == NO_ID
-        unique, places = np.unique(ids[here], return_inverse=True)
+        if here.all():
+            unique, positions = _each_once(ids)
+            return cls(unique, positions, ids[:0])
+        unique, places = _each_once(ids[here])
         positions = np.full(len(ids), len(ids), np.int32)
         positions[here] = places
         return cls(unique, positions, np.unique(ids[~here & ~is_none]))
+
+
+def _are_rows(ids: Array, rows: int) -> bool:
+    if not len(ids):
+        return True
+    if len(ids) > FEW:
+        return bool(ids.min() >= 0 and ids.max() < rows)
+    numbers = ids.tolist()
+    return bool(min(numbers) >= 0 and max(numbers) < rows)
+
+
+def _each_once(ids: Array) -> tuple[Array, Array]:
+    """Returns ids, each once and ascending, and which of them each id is, int32[n]."""
+    if len(ids) > FEW:
+        unique, places = np.unique(ids, return_inverse=True)
+        return unique, places.astype(np.int32)
+    numbers = ids.tolist()
+    place = {number: n for n, number in enumerate(sorted(set(numbers)))}
+    positions = np.array([place[number] for number in numbers], np.int32)
+    return np.array([*place], ids.dtype), positions

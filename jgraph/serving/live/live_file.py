@@ -116,10 +116,15 @@ class LiveDescription:
 
 
 def _batch(body: Mapping[str, Any]) -> BatchPrograms:
-    tables = tuple(
-        LookedUp(**{**one, "shape": tuple(one["shape"])}) for one in body["tables"]
-    )
+    tables = tuple(map(_looked_up, body["tables"]))
     return BatchPrograms(int(body["rows"]), tables, body["ids"], body["outputs"])
+
+
+def _looked_up(body: Mapping[str, Any]) -> LookedUp:
+    inputs = tuple(map(int, body.get("inputs", ())))
+    if any(number < 0 for number in inputs):
+        raise ValueError("a table has ids of an input below 0")
+    return LookedUp(**{**body, "shape": tuple(body["shape"]), "inputs": inputs})
 
 
 def _spec_to(spec: VariableSpec) -> dict[str, Any]:

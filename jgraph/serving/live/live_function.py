@@ -139,6 +139,10 @@ class LiveFunction:
     def _ids(self, code: BatchCode, inputs: Sequence[Array]) -> list[BatchIds]:
         if code.ids is None:
             return []
+        fed = [BatchIds.fed(inputs, table) for table in code.tables]
+        found = [one for one in fed if one is not None]
+        if len(found) == len(fed):  # as usual: ids are computed for what remains
+            return found
         return [
             BatchIds.of(table.numbers(ids), table)
             for table, ids in zip(code.tables, code.ids(*inputs), strict=True)

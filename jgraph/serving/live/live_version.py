@@ -59,6 +59,7 @@ def read_live(
         description = LiveDescription.from_bytes(
             checked_program(path, signature.program)
         )
+        _check_inputs(path, description, signature)
         code = _codes(path, description, manifest, cache)
         if signature.is_batched:
             sizes = tuple(batch.rows for batch in description.batches)
@@ -68,6 +69,18 @@ def read_live(
             label, description, code, signature, cluster, threads, clock
         )
     return LoadedVersion(functions, read_example(path, manifest)), limits
+
+
+def _check_inputs(
+    path: Path, description: LiveDescription, signature: Signature
+) -> None:
+    tables = (table for batch in description.batches for table in batch.tables)
+    most = max((number for table in tables for number in table.inputs), default=-1)
+    if most >= len(signature.inputs):
+        raise ArtifactError(
+            f"{path} has ids of an input {most}, and {len(signature.inputs)} inputs; "
+            "export it again"
+        )
 
 
 def _function(

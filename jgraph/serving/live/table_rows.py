@@ -1,6 +1,7 @@
 """Rows of tables that are served: where they are, and a cache of the last ones."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -138,14 +139,22 @@ def split_ids(layout: Layout, ids: Array) -> list[tuple[Array, Array]]:
       >>> split_ids(Layout((3, 2), "mod"), np.array([1, 4]))[0]
       (array([1]), array([2]))
     """
+    if layout.shards == 1:
+        return [(np.arange(len(ids)), ids)]
     if layout.kind == "hash":
         shard, rows = shard_of(ids, layout.shards), ids
     elif layout.kind == "mod":
         shard, rows = ids % layout.shards, ids // layout.shards
     else:
-        ends = np.cumsum(layout.sizes)
-        shard = np.searchsorted(ends, ids, side="right")
-        rows = ids - np.concatenate([[0], ends])[shard]
-    numbers = range(layout.shards)
-    where = [np.flatnonzero(shard == number) for number in numbers]
+        starts, ends = _bounds(layout.sizes)
+        shard = ends.searchsorted(ids, "right")
+        rows = ids - starts[shard]
+    where = [(shard == number).nonzero()[0] for number in range(layout.shards)]
     return [(places, rows[places]) for places in where]
+
+
+@lru_cache(256)
+def _bounds(sizes: tuple[int, ...]) -> tuple[Array, Array]:
+    """Returns where shards of so many rows begin, and where they end."""
+    ends = np.cumsum(sizes)
+    return ends - sizes, ends

@@ -105,16 +105,33 @@ class ModelCall:
         _, inputs = Ids(flat, len(self.names)).inputs(flat.outvars)
         return {self.names[n] for n in inputs if n < len(self.names)}
 
-    def _looked_up(self, table: RowTable) -> LookedUp:
+    def _looked_up(self, table: RowTable, inputs: tuple[int, ...]) -> LookedUp:
         leaf = jax.tree.leaves(self._model[0])[table.number]
         shape, dtype = tuple(leaf.shape[1:]), np.dtype(leaf.dtype).name
         facts = table.name, table.feature, table.rows, table.count, table.hashed
-        return LookedUp(*facts, shape, dtype)
+        return LookedUp(*facts, shape, dtype, inputs)
+
+    def _fed(self, tables: RowTables, avals: Sequence[Any]) -> list[tuple[int, ...]]:
+        """Returns, by table, which inputs its ids are; none where they are computed."""
+        jaxpr, consts, _ = _compat.make_jaxpr(
+            lambda *inputs: tables.ids(self.example.passed(inputs), ()), *avals
+        )
+        flat = inline_calls(jaxpr, consts).jaxpr
+        makers, ids = Ids(flat, 0), iter(flat.outvars)
+        fed = []
+        for table in tables.tables:
+            numbers = [makers.whole_feed(next(ids)) for _ in table.lookups]
+            known = [number for number in numbers if number is not None]
+            is_fed = len(known) == len(numbers) and not table.hashed
+            fed.append(tuple(known) if is_fed else ())
+        return fed
 
     def traced(self, rows: int) -> "TracedBatch":
         """Returns the functions for batches of so many rows, and their types."""
         found = self.row_tables(rows)
-        tables = tuple(map(self._looked_up, found.tables))
+        inputs = self.avals(rows)
+        fed = self._fed(found, inputs)
+        tables = tuple(map(self._looked_up, found.tables, fed))
         types = dict(zip(self.names, jax.tree.leaves(self._model), strict=True))
         dense = len(self.dense)
         ends = dense, dense + len(tables), dense + 2 * len(tables)
@@ -123,7 +140,6 @@ class ModelCall:
             parts = [flat[: ends[0]], flat[ends[0] : ends[1]], flat[ends[1] : ends[2]]]
             return self.outputs(found, *parts, *flat[ends[2] :])
 
-        inputs = self.avals(rows)
         table_rows = [
             jax.ShapeDtypeStruct((t.count, *t.shape), np.dtype(t.dtype)) for t in tables
         ]

@@ -172,6 +172,12 @@ class Ids:
         number = self._inputs.get(ids, -1) if isinstance(ids, Var) else -1
         return number - self._first_feed if number >= self._first_feed else None
 
+    def whole_feed(self, ids: Atom) -> int | None:
+        """Returns of which feed ids are all elements, in order; None: of none."""
+        atom = self._before_reshape(ids)
+        number = self._inputs.get(atom, -1) if isinstance(atom, Var) else -1
+        return number - self._first_feed if number >= self._first_feed else None
+
     def refused(self, ids: Atom) -> str | None:
         """Returns why rows cannot be looked up by these ids beforehand, or None."""
         _, inputs = self.inputs([ids])

@@ -27,6 +27,8 @@ from jgraph.errors import (
 from jgraph.runtime.files.step_files import steps_in
 from jgraph.serving._pb import inference_pb2 as pb
 from jgraph.train.live.live_model import LiveModel
+from jgraph.train.live.model_call import ModelCall
+from jgraph.train.model.served import Example
 from tests.support.servers import Servers
 
 USERS, ITEMS = 200, 50
@@ -116,6 +118,25 @@ def test_answers_are_those_of_the_trained_model(
     x = batch(11, seed=1)  # cut into executions of four, and padded
     expected = trainer.predict(x, fn=score)["score"]
     np.testing.assert_allclose(live.refresh().predict(x)["score"], expected, rtol=1e-6)
+
+
+def test_ids_that_are_inputs_are_not_computed_and_others_are(
+    trainer: jg.Trainer,
+) -> None:
+    def shifted(model: Any, batch: Any) -> Any:
+        return {"score": model(batch | {"user": (batch["user"] + 1) % USERS})}
+
+    step, example = trainer._parts.build()[0], Example.of(batch(2), "b")
+    tables = ("params/item/embedding", "params/user/embedding")
+    plain = ModelCall(step, example, score, rows_of=tables).compiled(4)
+    inputs = {table.name: table.inputs for table in plain.tables}
+    assert inputs == {tables[0]: (1,), tables[1]: (0,)}
+    other = ModelCall(step, example, shifted, rows_of=tables).compiled(4)
+    assert {t.name: t.inputs for t in other.tables} == {tables[0]: (1,), tables[1]: ()}
+    with served(trainer) as live:
+        x = batch(3, seed=4)
+        expected = trainer.predict(x, fn=score)["score"]
+        np.testing.assert_allclose(live.predict(x)["score"], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("how", ["div", "mod"])

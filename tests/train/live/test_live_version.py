@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ import pytest
 import jgraph as jg
 from jgraph.client.cluster import Cluster, connect
 from jgraph.errors import ArtifactError, TaskLostError
-from jgraph.serving.artifact import digest_of
+from jgraph.serving.artifact import (
+    digest_of,
+    read_example,
+    read_manifest,
+    write_version,
+)
 from jgraph.serving.live.live_file import LiveDescription
 from tests.support.live_models import batch, fit, score, trained
 from tests.support.servers import Servers
@@ -126,6 +132,39 @@ def test_a_description_that_means_nothing_is_refused(
 ) -> None:
     with pytest.raises(ArtifactError, match="means nothing"):
         LiveDescription.from_bytes(json.dumps(description(models) | change).encode())
+
+
+def with_ids_of(number: int, models: Path) -> bytes:
+    body = description(models)
+    for code in body["batches"]:
+        for table in code["tables"]:
+            table["inputs"] = [number]
+    return json.dumps(body).encode()
+
+
+def test_ids_of_an_input_that_is_none_are_refused(
+    models: Path, cluster: Cluster, tmp_path: Path
+) -> None:
+    with pytest.raises(ArtifactError, match="an input below 0"):
+        LiveDescription.from_bytes(with_ids_of(-1, models))
+    path = models / "ctr" / "1"
+    manifest, code = read_manifest(path), with_ids_of(9, models)
+    one = {
+        name: replace(s, program=digest_of(code))
+        for name, s in manifest.signatures.items()
+    }
+    programs = {p.stem: p.read_bytes() for p in (path / "programs").iterdir()}
+    write_version(
+        tmp_path / "ctr",
+        replace(manifest, signatures=one),
+        {},
+        programs | {digest_of(code): code},
+        read_example(path, manifest),
+    )
+    with served(tmp_path, cluster) as server:
+        (row,) = server.status()
+        assert row["state"] == "FAILED"
+        assert "has ids of an input 9, and 3 inputs" in row["reason"]
 
 
 @pytest.mark.parametrize(
