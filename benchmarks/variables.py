@@ -4,11 +4,15 @@ A transformer so narrow that it computes next to nothing: what is measured is th
 of its variables, 305 of 8 layers and 881 of 24 with the optimizer's. A loop of plain
 ``jax.jit`` takes turns with ``jg.Local()`` and with a cluster of ``--ps`` and one
 worker, without and with ``prefetch=1``. ``ratio`` is of steps per second, to those of
-plain JAX: the median over pairs of neighbouring rounds. Prints one JSON line for each
-number of layers.
+plain JAX: the median over pairs of neighbouring rounds. ``cpu_us`` is the least CPU
+time of a step, of the loop of plain JAX and of each task, with what a ``fit`` begins
+and ends with: on a busy machine only that can be compared. Prints one JSON line for
+each number of layers.
 """
 
 import argparse
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,9 +44,12 @@ def plain_loop(layers: int, data: Any) -> Callable[[int], None]:
     return by_hand.run
 
 
-def measure_layers(a: argparse.Namespace, layers: int) -> dict[str, list[float]]:
-    """Returns the steps per second of each way, round by round."""
+def measure_layers(
+    a: argparse.Namespace, layers: int
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Returns steps per second of each way, round by round, and CPU us of a step."""
     data = model.make_data()
+    cpu: defaultdict[str, list[float]] = defaultdict(list)
     with jg.LocalCluster(ps=a.ps, workers=1) as cluster:
         local, remote, ahead = (
             jg.Trainer(
@@ -62,22 +69,39 @@ def measure_layers(a: argparse.Namespace, layers: int) -> dict[str, list[float]]
         def in_process(steps: int) -> None:
             local.fit(data, steps=steps, batch_size=model.BATCH, progress=False)
 
-        def on_cluster(trainer: jg.Trainer) -> Callable[[], float]:
+        def on_cluster(way: str, trainer: jg.Trainer) -> Callable[[], float]:
             training = Training(cluster, trainer, data, model.BATCH)
             training.run(1, WARM_UP)
-            return lambda: measure.rates(training.run(1, a.steps)).steps_per_s
 
-        plain = timed(plain_loop(layers, data), a.steps, WARM_UP)
+            def run() -> float:
+                before = training.cpu_seconds()
+                rates = measure.rates(training.run(1, a.steps))
+                for task, seconds in training.cpu_seconds().items():
+                    cpu[f"{way} {task}"].append(seconds - before[task])
+                return rates.steps_per_s
+
+            return run
+
+        loop = timed(plain_loop(layers, data), a.steps, WARM_UP)
+
+        def plain() -> float:
+            began = time.process_time()
+            step_s = loop()
+            cpu["plain"].append(time.process_time() - began)
+            return step_s
+
         in_turn = timed(in_process, a.steps, WARM_UP)
-        return measure.take_turns(
+        found = measure.take_turns(
             {
                 "plain": lambda: 1 / plain(),
                 "local": lambda: 1 / in_turn(),
-                "cluster": on_cluster(remote),
-                "prefetch": on_cluster(ahead),
+                "cluster": on_cluster("cluster", remote),
+                "prefetch": on_cluster("prefetch", ahead),
             },
             a.rounds,
         )
+        least = {name: round(min(s) / a.steps * 1e6) for name, s in cpu.items()}
+        return found, least
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -90,7 +114,7 @@ def main(args: Sequence[str] | None = None) -> None:
     a = parser.parse_args(args)
     row = 0
     for layers in a.layers:
-        found = measure_layers(a, layers)
+        found, cpu = measure_layers(a, layers)
         ratios: dict[str, Any] = {}
         for way in ("cluster", "prefetch", "local"):
             ratio = measure.ratio(f"{way}_ratio", found[way], found["plain"])
@@ -112,6 +136,7 @@ def main(args: Sequence[str] | None = None) -> None:
             steps=a.steps,
             rounds=a.rounds,
             device=jax.devices()[0].device_kind,
+            cpu_us=cpu,
             **rates,
             **ratios,
         )

@@ -261,6 +261,32 @@ def check_padding(layout: Layout, ids: list[int]) -> None:
         assert (np.asarray(merged)[:there] < 10).all()
 
 
+@pytest.mark.parametrize("rows", [1, 7, 4096, 4097])
+@pytest.mark.parametrize("kind", ["one", "div", "mod"])
+def test_a_route_is_the_same_whether_rows_are_marked_or_sorted(
+    kind: str, rows: int
+) -> None:
+    shards = 1 if kind == "one" else min(rows, 3)
+    sizes = [rows // shards + (s < rows % shards) for s in range(shards)]
+    layout = Layout(tuple(sizes), "mod" if kind == "mod" else "div")
+    ids = np.random.default_rng(rows).integers(-2, rows + 2, 200).astype(np.int32)
+    positions, local = route(ids, layout, drop=True)
+    starts = np.cumsum([0, *sizes[:-1]])
+    for part in local:
+        assert part.dtype == np.int32
+        assert (np.diff(part) > 0).all()  # ascending, each once
+    if kind == "mod":
+        needed = [part * shards + s for s, part in enumerate(local)]
+    else:
+        needed = [part + start for part, start in zip(local, starts, strict=True)]
+    merged = np.concatenate(needed)
+    has_row = (ids >= 0) & (ids < rows)
+    assert positions.dtype == np.int32
+    assert (positions[~has_row] == len(ids)).all()
+    assert (merged[positions[has_row]] == ids[has_row]).all()
+    assert set(merged) == set(ids[has_row])  # and none that nobody needs
+
+
 def test_a_table_of_more_rows_than_int32_counts_is_refused() -> None:
     ids = np.zeros(1, np.int32)
     most = Layout((2**30, 2**30 - 1))

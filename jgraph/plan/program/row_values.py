@@ -7,6 +7,7 @@ Source: the primitives of ``jgraph.graph.rows.rows`` say the same on arrays of f
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -146,7 +147,6 @@ def route(
         _check_budget(sum(map(len, local)), most, feature)
         return positions, local
     check_row_count(layout.rows, feature)
-    starts = np.concatenate([[0], np.cumsum(layout.sizes)]).astype(np.int32)
     known = None
     if ids.size and (ids.min() < 0 or ids.max() >= layout.rows):
         known = (ids >= 0) & (ids < layout.rows)
@@ -155,21 +155,37 @@ def route(
             raise _out_of_range(ids, wrong, layout.rows, feature)
     # The number of a row among those of all shards, one shard after the other.
     places = ids if known is None else ids[known]
-    if layout.kind == "mod":
+    starts = np.array([0, *accumulate(layout.sizes)], np.int32)
+    is_whole = layout.shards == 1
+    if layout.kind == "mod" and not is_whole:
         places = starts[places % layout.shards] + places // layout.shards
-    needed, found = np.unique(places, return_inverse=True)
+    needed, positions = _each_once(places, layout.rows)
     _check_budget(len(needed), most, feature)
-    positions = found.astype(np.int32).reshape(-1)
     if known is not None:
         all_positions = np.full(ids.shape, len(ids), np.int32)
         all_positions[known] = positions
         positions = all_positions
+    if is_whole:
+        return positions, [needed]
     cuts = np.searchsorted(needed, starts)
-    local = [
-        (needed[cuts[s] : cuts[s + 1]] - starts[s]).astype(np.int32)
-        for s in range(layout.shards)
-    ]
+    local = [needed[cuts[s] : cuts[s + 1]] - starts[s] for s in range(layout.shards)]
     return positions, local
+
+
+_FEW_ROWS = 4096
+"""To mark which of so many rows are needed takes less time than to sort their ids."""
+
+
+def _each_once(places: Array, rows: int) -> tuple[Array, Array]:
+    """Returns numbers below ``rows``, ascending, each once, and where each is there."""
+    if rows > _FEW_ROWS:
+        needed, found = np.unique(places, return_inverse=True)
+        return needed.astype(np.int32), found.astype(np.int32).reshape(-1)
+    position = np.zeros(rows, np.int32)
+    position[places] = 1
+    needed = position.nonzero()[0].astype(np.int32)
+    position[needed] = np.arange(len(needed), dtype=np.int32)
+    return needed, position[places]
 
 
 def merge(local: Sequence[Array], rows: Sequence[Array], type_: ValueType) -> Array:
@@ -220,10 +236,12 @@ def split(values: Array, local: Sequence[Array]) -> list[Array]:
       >>> a.tolist(), b.tolist()
       ([5], [6])
     """
+    if len(local) == 1:
+        end = len(local[0])
+        whole = nearly(end, len(values))
+        is_padded = whole and _is_all(values[end:], padding_of(values))
+        return [values] if is_padded else [values[:end]]
     ends = np.cumsum([len(ids) for ids in local])
-    if len(local) == 1 and nearly(len(local[0]), len(values)):
-        is_padded = _is_all(values[ends[0] :], padding_of(values))
-        return [values] if is_padded else [values[: ends[0]]]
     return [values[end - len(ids) : end] for ids, end in zip(local, ends, strict=True)]
 
 
