@@ -21,6 +21,7 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import mlir
 
 from jgraph._compat import Primitive
@@ -57,6 +58,18 @@ def id_text(number: int) -> str:
     if number < 0:
         return f"{number} ({number + 2**32} if unsigned)"
     return f"{number} (or more)" if number == 2**31 - 1 else str(number)
+
+
+def have_rows(ids: np.ndarray[Any, Any], rows: int) -> bool:
+    """Whether each of some integers is the number of a row.
+
+    Example:
+      >>> have_rows(np.array([3, 4]), 5), have_rows(np.array([3, -1]), 5)
+      (True, False)
+    """
+    # As unsigned ones negative numbers are large: one look at each is enough.
+    unsigned = ids.view(np.dtype(f"u{ids.itemsize}"))
+    return ids.size == 0 or bool(unsigned.max() < min(rows, 1 << 8 * ids.itemsize - 1))
 
 
 def may_be_ids(type_: Any) -> bool:

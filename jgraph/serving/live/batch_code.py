@@ -7,7 +7,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from jgraph.graph.rows.hash_keys import NO_KEY, join_keys
-from jgraph.graph.rows.rows import NO_ID
+from jgraph.graph.rows.rows import NO_ID, have_rows
 from jgraph.serving.signature import Array
 
 SHORT_S: Final = 0.002
@@ -108,7 +108,7 @@ class BatchIds:
         ids = inputs[table.inputs[0]].ravel()
         if len(table.inputs) > 1:
             ids = np.concatenate([inputs[number].ravel() for number in table.inputs])
-        if len(ids) != table.count or not _are_rows(ids, table.rows):
+        if len(ids) != table.count or not have_rows(ids, table.rows):
             return None
         narrow = ids.astype(np.int32, copy=False)
         unique, positions = _each_once(narrow)
@@ -128,15 +128,6 @@ class BatchIds:
         positions = np.full(len(ids), len(ids), np.int32)
         positions[here] = places
         return cls(unique, positions, np.unique(ids[~here & ~is_none]))
-
-
-def _are_rows(ids: Array, rows: int) -> bool:
-    if not len(ids):
-        return True
-    if len(ids) > FEW:
-        return bool(ids.min() >= 0 and ids.max() < rows)
-    numbers = ids.tolist()
-    return bool(min(numbers) >= 0 and max(numbers) < rows)
 
 
 def _each_once(ids: Array) -> tuple[Array, Array]:

@@ -9,12 +9,11 @@ import numpy as np
 
 from jgraph.coordination.step.finite import FiniteCheck, not_finite
 from jgraph.errors import JGError, NonFiniteError, RowIdError
-from jgraph.graph.rows.rows import NO_ID, id_text
+from jgraph.graph.rows.rows import NO_ID, have_rows, id_text
 from jgraph.runtime.data.batches import Array
 from jgraph.train.model.checks import FINITE
 from jgraph.train.state.runner import Chunk
 from jgraph.train.step.train_step import TrainStep
-from jgraph.train.tables.ids import have_rows
 from jgraph.train.tables.row_step import RowStep
 
 

@@ -91,18 +91,6 @@ def first_bad_id(ids: jax.Array, rows: int) -> jax.Array:
     return jnp.where(bad.any(), ids[jnp.argmax(bad)], NO_ID)
 
 
-def have_rows(ids: np.ndarray[Any, Any], rows: int) -> bool:
-    """Whether each of some integers is the number of a row.
-
-    Example:
-      >>> have_rows(np.array([3, 4]), 5), have_rows(np.array([3, -1]), 5)
-      (True, False)
-    """
-    # As unsigned ones negative numbers are large: one look at each is enough.
-    unsigned = ids.view(np.dtype(f"u{ids.itemsize}"))
-    return ids.size == 0 or bool(unsigned.max() < min(rows, 1 << 8 * ids.itemsize - 1))
-
-
 @final
 class Ids:
     """What the ids of lookups are made from."""
