@@ -8,7 +8,12 @@ import grpc
 import numpy as np
 import pytest
 
-from jgraph.errors import ClusterBusyError, ClusterUnreachableError, DeadlineError
+from jgraph.errors import (
+    ClusterBusyError,
+    ClusterUnreachableError,
+    DeadlineError,
+    JGError,
+)
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.calls.caller import ASKS_METHOD
 from jgraph.rpc.dial import CHANNEL_OPTIONS
@@ -80,6 +85,27 @@ async def rest_of(stream: Asks) -> list[Frame]:
     return got
 
 
+async def end_of_dripping(address: Address, *, near: bool) -> JGError:
+    """Returns why a call ends of which a byte comes now and then.
+
+    Once in some hundred times gRPC's client tells of a byte that was on its way as the
+    stream ended, and not of what the server said: such a call is made again.
+    """
+    for _ in range(5):
+        async with opened(address) as (stream, welcome):
+            write = await writer(stream, welcome if near else None)
+            sending = asyncio.create_task(drip(write))
+            try:
+                return error_in(await rest_of(stream))
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.INTERNAL:
+                    raise
+            finally:
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+    raise AssertionError("gRPC's client told of its own bytes five times")
+
+
 @pytest.mark.bad_input_row(17)
 @pytest.mark.parametrize("near", [True, False])
 def test_call_that_goes_on_a_byte_at_a_time_is_refused_and_loses_its_room(
@@ -90,15 +116,10 @@ def test_call_that_goes_on_a_byte_at_a_time_is_refused_and_loses_its_room(
     async def main() -> None:
         server, client = GrpcTransport(PS, max_request_bytes=LIMIT), GrpcTransport(None)
         address = await server.start(Recorder())
-        async with opened(address) as (stream, welcome):
-            write = await writer(stream, welcome if near else None)
-            sending = asyncio.create_task(drip(write))
-            error = error_in(await rest_of(stream))
-            assert isinstance(error, DeadlineError)
-            assert f"what {PS} has room for did not go on arriving" in error.message
-            assert server._room.taken == 0
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
+        error = await end_of_dripping(address, near=near)
+        assert isinstance(error, DeadlineError)
+        assert f"what {PS} has room for did not go on arriving" in error.message
+        assert server._room.taken == 0
         assert numbers(await asked(client, address, "Echo", step(3, LARGE))) == [3]
         await client.close()
         await server.close()
