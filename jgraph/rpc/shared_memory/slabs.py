@@ -166,8 +166,9 @@ class Slabs:
     def _empty(self, blocks: Sequence[Block]) -> None:
         files = self._files
         for block in blocks:
-            if block.slab in files:
-                files[block.slab].give_back(PAGE_BYTES + block.offset, block.nbytes)
+            file = files.get(block.slab)  # in a thread: a slab may end meanwhile
+            if file is not None:
+                file.give_back(PAGE_BYTES + block.offset, block.nbytes)
 
     def close(self) -> None:
         """Lets go of the memory; what is lent stays valid for who has it."""

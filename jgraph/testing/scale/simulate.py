@@ -27,7 +27,7 @@ from jgraph.view.units import bytes_text, ms_text
 
 Mode: TypeAlias = Literal["sync", "async"]
 _COUNTS: Final = tuple(
-    sorted({n for power in range(11) for n in (1 << power, 3 << power >> 1)} - {0})
+    sorted({n for power in range(11) for n in (1 << power, 3 << power >> 1)})
 )
 """Numbers of ps that are tried: 1, 2, 3, 4, 6, 8, 12, and so on."""
 _TRIED_STEPS: Final = 6

@@ -157,12 +157,13 @@ class Ids:
         while equation is not None and (_is_reshape(equation) or _is_part(equation)):
             ids = equation.invars[0]
             equation = self._maker(ids)
-        number = self._inputs.get(ids, -1) if isinstance(ids, Var) else -1
-        return number - self._first_feed if number >= self._first_feed else None
+        return self._feed(ids)
 
     def whole_feed(self, ids: Atom) -> int | None:
         """Returns of which feed ids are all elements, in order; None: of none."""
-        atom = self._before_reshape(ids)
+        return self._feed(self._before_reshape(ids))
+
+    def _feed(self, atom: Atom) -> int | None:
         number = self._inputs.get(atom, -1) if isinstance(atom, Var) else -1
         return number - self._first_feed if number >= self._first_feed else None
 
