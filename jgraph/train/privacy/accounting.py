@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Final, final
 
 from jgraph.coordination.run.privacy_account import (
@@ -24,6 +25,8 @@ from jgraph.train.state.runner import Position
 
 _LARGE: Final = 100.0
 _LEAST_NOISE: Final = 0.1
+_KINDS: Final = 8
+"""Of updates, whose distributions are kept: a few MB each."""
 _ORDERS: Final = (1.25, 1.5, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64, 128, 256)
 
 
@@ -43,29 +46,23 @@ def epsilon_of(expenses: Sequence[Spent], delta: float) -> float:
       >>> epsilon_of([], 1e-5)
       0.0
     """
-    from dp_accounting import pld
-
     if not any(one.updates for one in expenses):
         return 0.0
     bound = _bound(expenses, delta)
     if bound > _LARGE:  # and the distributions have no room
         return bound
-    return _epsilon(pld.PLDAccountant(), expenses, delta)
+    return _epsilon(expenses, delta)
 
 
 def _bound(expenses: Sequence[Spent], delta: float) -> float:
     """Returns an epsilon that is not less, and known at once."""
+    import dp_accounting
     from dp_accounting import rdp
 
     least = min(one.noise for one in expenses if one.updates)
     if least < _LEAST_NOISE:
         return math.inf
-    return _epsilon(rdp.RdpAccountant(_ORDERS), expenses, delta)
-
-
-def _epsilon(accountant: Any, expenses: Sequence[Spent], delta: float) -> float:
-    import dp_accounting
-
+    accountant = rdp.RdpAccountant(_ORDERS)
     for one in expenses:
         event: Any = dp_accounting.GaussianDpEvent(one.noise)
         if one.rate < 1:
@@ -73,6 +70,33 @@ def _epsilon(accountant: Any, expenses: Sequence[Spent], delta: float) -> float:
         if one.updates:
             accountant.compose(dp_accounting.SelfComposedDpEvent(event, one.updates))
     return float(accountant.get_epsilon(delta))
+
+
+def _epsilon(expenses: Sequence[Spent], delta: float) -> float:
+    """Returns what ``dp_accounting.pld.PLDAccountant`` does."""
+    losses = None
+    for one in expenses:
+        if not one.updates:
+            continue
+        if one.rate < 1:
+            own = _losses(one.noise, one.rate).self_compose(one.updates)
+        else:  # the sum of noise is such noise
+            own = _losses(one.noise / math.sqrt(one.updates), 1.0)
+        losses = own if losses is None else losses.compose(own)
+    return 0.0 if losses is None else float(losses.get_epsilon_for_delta(delta))
+
+
+@lru_cache(_KINDS)
+def _losses(noise: float, rate: float) -> Any:
+    """Returns the distribution of the privacy loss of one update.
+
+    It takes longer than those of many updates that are made of it.
+    """
+    from dp_accounting.pld import privacy_loss_distribution
+
+    return privacy_loss_distribution.from_gaussian_mechanism(
+        standard_deviation=noise, sampling_prob=rate
+    )
 
 
 def affordable(
