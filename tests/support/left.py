@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from jgraph.rpc.sockets.listener import PREFIX
+from tests.support.warm import WARM
 
 KEPT: Final = {"jgraph-loop": "the event loop that all clients of a process share"}
 """Threads that stay as long as their process, and what for."""
@@ -44,7 +45,9 @@ def nothing_left(temporary: Path) -> Iterator[None]:
 
 
 def _children() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
+    stays = {parent.pid for parent in WARM.values()}  # ends with this process
+    children = psutil.Process().children(recursive=True)
+    return {child for child in children if child.pid not in stays}
 
 
 def _sockets() -> set[str]:
