@@ -16,13 +16,20 @@ from jgraph.plan.program.nodes import (
     ConstNode,
     FeedNode,
     FetchNode,
+    LookupNode,
+    MergeNode,
     Node,
     ReadNode,
+    RouteNode,
     SegmentNode,
+    ValueType,
     WriteNode,
+    outputs_of,
 )
-from jgraph.plan.program.program import Program
+from jgraph.plan.program.program import Partition, Program
+from jgraph.plan.program.row_values import moved, padded
 from jgraph.runtime.loaded import LoadedPartition
+from jgraph.runtime.node_work import look_up
 from jgraph.runtime.store.local_mesh import SpreadExecutable
 from jgraph.runtime.store.store import VariableStore
 
@@ -31,6 +38,9 @@ SHORT_S: Final = 5e-3
 SHORT_BYTES: Final = 16 << 20
 """And what it may read whole: to copy that takes as long."""
 
+_PLAIN: Final = (
+    FeedNode | ConstNode | ReadNode | WriteNode | FetchNode | RouteNode | MergeNode
+)
 _Do: TypeAlias = Callable[[list[Any]], None]
 """Does what a node does: takes values by their number, and puts others there."""
 
@@ -61,10 +71,10 @@ class AtOnce:
         self._do: list[_Do] = []
         self._costs = [
             cost
-            for run, cost in zip(loaded.executables, loaded.costs, strict=True)
-            if run is not None
+            for node, cost in zip(partition.nodes, loaded.costs, strict=True)
+            if isinstance(node, SegmentNode | LookupNode)
         ]
-        self._fetched: tuple[int, ...] = ()
+        self._fetched: tuple[tuple[int, ValueType], ...] = ()
         self._reads = 0  # bytes
         fed: dict[str, int] = {}
         for index, node in enumerate(partition.nodes):
@@ -79,8 +89,13 @@ class AtOnce:
                 self._do.append(_reading(loaded, index, node, store))
             elif isinstance(node, WriteNode):
                 self._do.append(_writing(loaded, index, node, store))
+            elif isinstance(node, LookupNode):
+                self._do.append(_looking_up(loaded, index, node, store, now))
+            elif isinstance(node, RouteNode | MergeNode):
+                self._do.append(_moving(partition, node))
             elif isinstance(node, FetchNode):
-                self._fetched = node.values
+                types = [partition.values[value] for value in node.values]
+                self._fetched = tuple(zip(node.values, types, strict=True))
         self._fed = [fed.get(name, unused) for name, _ in program.feeds]
         # A size with a name is of no one shape: such feeds are looked at elsewhere.
         self._feeds = [
@@ -118,7 +133,9 @@ class AtOnce:
             values[at] = array
         for do in self._do:
             do(values)
-        return [np.array(values[value]) for value in self._fetched]
+        return [
+            np.array(padded(values[value], type_)) for value, type_ in self._fetched
+        ]
 
 
 def is_plain(loaded: LoadedPartition) -> bool:
@@ -132,7 +149,9 @@ def is_plain(loaded: LoadedPartition) -> bool:
 def _is_plain(node: Node) -> bool:
     if isinstance(node, SegmentNode):
         return not (node.row_updates or node.row_reads)
-    return isinstance(node, FeedNode | ConstNode | ReadNode | WriteNode | FetchNode)
+    if isinstance(node, LookupNode):
+        return node.peeks
+    return isinstance(node, _PLAIN)
 
 
 def _computing(
@@ -159,6 +178,36 @@ def _computing(
             result.block_until_ready()  # JAX's function for all: three times as long
             values[out] = result
         cost.learn(now() - began)
+
+    return do
+
+
+def _looking_up(
+    loaded: LoadedPartition,
+    index: int,
+    node: LookupNode,
+    store: VariableStore,
+    now: Callable[[], float],
+) -> _Do:
+    cost = loaded.costs[index]
+
+    def do(values: list[Any]) -> None:
+        began = now()
+        found = look_up(loaded, node, values, store)()
+        for out, rows in zip(node.outs, found, strict=True):
+            values[out] = rows
+        cost.learn(now() - began)
+
+    return do
+
+
+def _moving(partition: Partition, node: RouteNode | MergeNode) -> _Do:
+    outs = outputs_of(node)
+
+    def do(values: list[Any]) -> None:
+        results = moved(node, values.__getitem__, partition.values)
+        for out, result in zip(outs, results, strict=True):
+            values[out] = result
 
     return do
 

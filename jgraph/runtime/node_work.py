@@ -105,13 +105,24 @@ def work_of(
 
             return average
         case LookupNode():
-            rows = _rows_of(loaded, node.rows, values)
-            return lambda: list(store.lookup(rows, record, peeks=node.peeks))
+            return look_up(loaded, node, values, store, record)
         case SegmentNode():
             return lambda: _compute(loaded, index, node, values, store, record, undo)
         case _:
             types = loaded.partition.values
             return lambda: list(moved(node, values.__getitem__, types))
+
+
+def look_up(
+    loaded: LoadedPartition,
+    node: LookupNode,
+    values: Mapping[ValueId, Any] | Sequence[Any],
+    store: VariableStore,
+    record: RecordChange | None = None,
+) -> Callable[[], list[Any]]:
+    """Returns what looks up the rows of a node, see ``work_of``."""
+    rows = _rows_of(loaded, node.rows, values)
+    return lambda: list(store.lookup(rows, record, peeks=node.peeks))
 
 
 def repeat(
@@ -206,7 +217,7 @@ def _compute(
 def _rows_of(
     loaded: LoadedPartition,
     rows: Sequence[Rows],
-    values: Mapping[ValueId, Any],
+    values: Mapping[ValueId, Any] | Sequence[Any],
     level: int = 0,
 ) -> list[RowsOf]:
     partition = loaded.partition

@@ -260,11 +260,11 @@ class TaskService:
             raise as_error(error, self.task) from error
 
     async def _run_step(self, request: Frame) -> AsyncIterator[Frame]:
-        body = body_of(request)
+        body, began_s = body_of(request), self.runtime.now()
         if not body.trace:
             found = self.run_at_once(body.handle, request.tensors, self._at_once_s)
             if found is not None:
-                yield frame(empty=pb.Empty(), tensors=found)
+                yield self._fetched(found, began_s)
                 return
         fetches, parts = await self.driver.run(
             body.handle,
@@ -273,7 +273,7 @@ class TaskService:
             trace=body.trace,
         )
         if not body.trace:
-            yield frame(empty=pb.Empty(), tensors=fetches)
+            yield self._fetched(fetches, began_s)
             return
         traces = [
             pb.PartTrace(task=part.task, asked_s=part.asked_s, told_s=part.told_s)
@@ -282,6 +282,11 @@ class TaskService:
         times = [part.times for part in parts]
         trace = pb.StepTrace(parts=traces)
         yield frame(step_trace=trace, tensors=[*fetches, *times])
+
+    def _fetched(self, fetches: Sequence[Tensor], began_s: float) -> Frame:
+        reply = frame(empty=pb.Empty(), tensors=fetches)
+        reply.header.busy_s = self.runtime.now() - began_s
+        return reply
 
     async def _gate_report(self, request: Frame) -> AsyncIterator[Frame]:
         rows = self.gates.staleness(body_of(request).gate)

@@ -10,13 +10,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jgraph as jg
-from jgraph.errors import FeedError
+from jgraph.errors import FeedError, RowIdError
 from jgraph.graph.device import device
 from jgraph.graph.ir import TaskName
+from jgraph.graph.rows.rows import NO_ID, unique_rows
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
 from jgraph.plan.plan import plan
-from jgraph.plan.program.nodes import ValueType
+from jgraph.plan.program.nodes import LookupNode, ValueType
 from jgraph.plan.program.program import Program, StoredVariable
 from jgraph.runtime.at_once import SHORT_BYTES, SHORT_S
 from jgraph.runtime.task import TaskRuntime
@@ -143,3 +144,44 @@ def test_step_that_reads_much_is_not_run_at_once() -> None:
         stored = StoredVariable("w", ValueType((size,), "float32"))
         runtime.store.write([stored], [np.zeros(size, np.float32)])
         assert (runtime.run_at_once("h", []) is not None) == at_once
+
+
+TABLE = StoredVariable("table", ValueType((5, 2), "float32"))
+
+
+def _lookup(rows: int = 5) -> Program:
+    """Looks up to three rows of a table up, by their ids."""
+    table = Variable("table", jnp.zeros((rows, 2)), device=HERE)
+
+    def step(wanted: Any) -> Any:
+        ids, _ = unique_rows(wanted, rows=rows, feature="id")
+        return table[ids]
+
+    graph, _ = trace(step, jnp.zeros(3, jnp.int32))
+    return plan(graph, tasks=[HERE], driver=HERE).program.peeking()
+
+
+def test_rows_are_looked_up_at_once_and_nothing_is_compiled_for_it() -> None:
+    program = _lookup()
+    assert not program.segments
+    runtime = _runtime(program)
+    runtime.store.write([TABLE], [np.arange(10, dtype=np.float32).reshape(5, 2)])
+    fetched = runtime.run_at_once("h", [np.array([1, 4, NO_ID], np.int32)])
+    assert fetched is not None
+    assert fetched[0].tolist() == [[2, 3], [8, 9], [0, 0]]
+    fetched[0][...] = 0  # the caller's own
+    assert runtime.store.read([TABLE])[0][4].tolist() == [8, 9]
+    with pytest.raises(RowIdError, match="id"):
+        runtime.run_at_once("h", [np.array([1, 5, NO_ID], np.int32)])
+
+
+def test_lookups_that_bring_keys_in_or_may_be_long_are_not_run_at_once() -> None:
+    ids = [np.zeros(3, np.int32)]
+    program = _lookup()
+    (part,) = program.partitions
+    nodes = tuple(
+        replace(n, peeks=False) if isinstance(n, LookupNode) else n for n in part.nodes
+    )
+    changing = replace(program, partitions=(replace(part, nodes=nodes),))
+    assert _runtime(changing).run_at_once("h", ids) is None
+    assert _runtime(program, 2 * SHORT_S).run_at_once("h", ids) is None

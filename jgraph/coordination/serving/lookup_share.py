@@ -1,7 +1,8 @@
 """Share of a parameter server's time that the lookups of served models may take.
 
-A leaky bucket of seconds: a lookup adds what it took, and time that passes takes away a
-part of it. Over any length of time lookups take their share of it and a burst at most.
+A leaky bucket of seconds: a lookup adds for how long it kept its server busy, and time
+that passes takes away a part of it. Over any length of time lookups take their share of
+it and a burst at most.
 
 Source: the generic cell rate algorithm, ITU-T I.371.
 """
@@ -13,7 +14,7 @@ from jgraph.errors import ConfigError
 
 @final
 class LookupShare:
-    """Seconds that lookups of one model were under way, less what they may take.
+    """Seconds that lookups of one model took of a server, less what they may take.
 
     Args:
       most: of the time, above 0 and at most 1.

@@ -28,7 +28,9 @@ from jgraph.runtime.store.tables import (
     elements,
     moved,
     on_cpu,
+    rows_elsewhere,
     table_of,
+    take_rows,
 )
 
 _FEW_VIEWS: Final = 8
@@ -255,8 +257,13 @@ class Entry:
         return any(ref() is not None for ref in self.views)
 
     def peek(self, ids: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
-        """Copies rows to ``out``; to look an array up never changes it."""
-        self.rows(write=False).lookup(ids, out)
+        """Copies rows to ``out``; the value stays where it lies."""
+        if self.slab is not None:
+            take_rows(self.slab.part(self.place), ids, out)
+        elif self.layout is None and on_cpu(self.value):
+            self.rows(write=False).lookup(ids, out)
+        else:
+            out[...] = rows_elsewhere(self.value, ids)
 
     def seen(self, ids: np.ndarray[Any, Any]) -> None:
         """Is told which rows are looked up; nothing follows for an array."""

@@ -61,9 +61,7 @@ class ArrayTable:
 
     def lookup(self, ids: Array, out: Array) -> None:
         """Copies the rows of ``ids`` to ``out``."""
-        _check(ids, len(self._rows))
-        # The default mode would fill a buffer first, to leave ``out`` alone on errors.
-        np.take(self._rows, ids, axis=0, out=out, mode="clip")
+        take_rows(self._rows, ids, out)
 
     def update(self, ids: Array, rows: Array) -> None:
         """Replaces the rows of ``ids``."""
@@ -121,6 +119,32 @@ class PackedTable:
         elements = np.asarray(ids, np.int64)[:, None] * width + np.arange(width)
         bits = elements.reshape(-1) * self._bits
         return bits >> 3, (bits & 7).astype(np.uint8)
+
+
+def take_rows(values: Array, ids: Array, out: Array) -> None:
+    """Copies the rows of ``ids`` to ``out``.
+
+    Raises:
+      MalformedMessageError: an id without a row.
+    """
+    _check(ids, len(values))
+    # The default mode would fill a buffer first, to leave ``out`` alone on errors.
+    np.take(values, ids, axis=0, out=out, mode="clip")
+
+
+def rows_elsewhere(value: jax.Array, ids: Array) -> Array:
+    """Returns the rows of ``ids`` of an array that several devices or no CPU have.
+
+    Raises:
+      MalformedMessageError: an id without a row.
+    """
+    _check(ids, len(value))
+    if not len(ids):
+        return np.zeros((0, *value.shape[1:]), value.dtype)
+    # Of few sizes: JAX compiles for each of them.
+    padded = np.zeros(1 << (len(ids) - 1).bit_length(), np.int32)
+    padded[: len(ids)] = ids
+    return np.asarray(jnp.take(value, padded, axis=0))[: len(ids)]
 
 
 def elements(value: jax.Array) -> "Array | None":

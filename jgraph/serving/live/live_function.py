@@ -153,13 +153,10 @@ class LiveFunction:
     ) -> Mapping[str, TableRows]:
         if (wait_s := self._share.wait_s(self._clock.now())) > 0:
             await asyncio.sleep(wait_s)  # training keeps its share
-        began_s = self._clock.now()
         wanted = {t.name: i.unique for t, i in zip(code.tables, ids, strict=True)}
-        try:
-            return await self._parameters.rows(wanted)
-        finally:
-            now = self._clock.now()
-            self._share.took(now - began_s, now)
+        found = await self._parameters.rows(wanted)
+        self._share.took(found.busy_s, self._clock.now())
+        return found.tables
 
     def _outputs(
         self,

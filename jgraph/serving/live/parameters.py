@@ -35,12 +35,15 @@ from jgraph.plan.plan import plan
 from jgraph.plan.program.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
+from jgraph.rpc.transport import Frame
 from jgraph.serving.live.table_rows import LiveTable, TableRows, split_ids
 
 _LOG = logging.getLogger("jgraph.serving")
 Array: TypeAlias = np.ndarray[Any, Any]
 LOOKUP_S: Final = 2.0
 """A parameter server that has not answered a lookup by then counts as lost."""
+_CALL_S: Final = 250e-6
+"""What a call takes of a task beside what that tells: bytes that come and go."""
 
 
 @final
@@ -59,6 +62,20 @@ class DenseCopy:
     at: float
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class FoundRows:
+    """What a lookup found.
+
+    Attributes:
+      tables: rows, by the name of their table.
+      busy_s: for how long it kept the parameter server busy that it kept the longest.
+    """
+
+    tables: Mapping[str, TableRows]
+    busy_s: float = 0.0
+
+
 class Parameters(Protocol):
     """Where a served model's parameters come from."""
 
@@ -73,7 +90,7 @@ class Parameters(Protocol):
     async def refresh(self) -> None:
         """Takes a new copy; an error is kept in ``lost``, and the copy as it was."""
 
-    async def rows(self, wanted: Mapping[str, Array]) -> dict[str, TableRows]:
+    async def rows(self, wanted: Mapping[str, Array]) -> FoundRows:
         """Returns rows of tables, by their ids, each of which is there once."""
 
     def close(self) -> None:
@@ -256,10 +273,12 @@ class RemoteParameters:
 
         def lookup(*wanted: Any) -> list[Any]:
             ids = [
-                unique_rows(one, rows=1, feature=table.variable.name)[0]
-                if table.is_hashed
-                else one
-                for table, one in zip(tables, wanted, strict=True)
+                unique_rows(
+                    one,
+                    rows=1 if table.is_hashed else shard.shape[0],
+                    feature=table.variable.name,
+                )[0]
+                for table, shard, one in zip(tables, shards, wanted, strict=True)
             ]
             return [s[i] for s, i in zip(shards, ids, strict=True)]
 
@@ -277,15 +296,14 @@ class RemoteParameters:
 
     async def _run(
         self, server: _Server, handle: str, arrays: Sequence[Array], timeout_s: float
-    ) -> Sequence[Any]:
+    ) -> Frame:
         order = pb.RunStep(handle=handle, timeout_s=timeout_s)
-        reply = await self._cluster.transport.ask(
+        return await self._cluster.transport.ask(
             server.address,
             "RunStep",
             frame(run_step=order, tensors=arrays),
             timeout_s=timeout_s + 1,
         )
-        return reply.tensors
 
     # ------------------------------------------------------------ dense copies
 
@@ -311,7 +329,7 @@ class RemoteParameters:
             found: list[Any] = []
             for handle in server.handles[: len(server.reads)]:
                 timeout_s = LOOKUP_S + bulk_timeout_s(nbytes)
-                found += await self._run(server, handle, (), timeout_s)
+                found += (await self._run(server, handle, (), timeout_s)).tensors
         except ClusterBusyError:
             return None  # it trains; the next copy is as good
         except JGError as error:
@@ -334,7 +352,7 @@ class RemoteParameters:
 
     # ------------------------------------------------------------ rows
 
-    async def rows(self, wanted: Mapping[str, Array]) -> dict[str, TableRows]:
+    async def rows(self, wanted: Mapping[str, Array]) -> FoundRows:
         """See ``Parameters.rows``."""
         found: dict[str, TableRows] = {}
         places: dict[str, list[tuple[Array, Array]]] = {}
@@ -343,33 +361,41 @@ class RemoteParameters:
             rows = np.zeros((count, *variable.shape[1:]), np.dtype(variable.dtype))
             found[name] = TableRows(rows, np.zeros(count, bool), from_cache=False)
             places[name] = split_ids(self._tables[name].layout, ids)
-        await asyncio.gather(
+        busy_s = await asyncio.gather(
             *(
                 self._look_up(server, places, found)
                 for server in self._servers.values()
                 if any(len(places[name][n][0]) for name, n, _ in server.shards)
             )
         )
-        return {n: self._with_cache(n, wanted[n], one) for n, one in found.items()}
+        tables = {n: self._with_cache(n, wanted[n], one) for n, one in found.items()}
+        return FoundRows(tables, max(busy_s, default=0.0))
 
     async def _look_up(
         self,
         server: _Server,
         places: Mapping[str, list[tuple[Array, Array]]],
         tables: Mapping[str, TableRows],
-    ) -> None:
-        """Puts the rows that a server has into ``tables``; none if it is lost."""
+    ) -> float:
+        """Puts the rows that a server has into ``tables``; none if it is lost.
+
+        Returns:
+          For how long it was busy, as far as it answered.
+        """
         if server.error is not None or not server.handles:
-            return
+            return 0.0
         size = self._size(server, places)
         handle = server.handles[len(server.reads) + size]
         rounds = max(
             -(-len(places[name][n][0]) // self._tables[name].counts[size])
             for name, n, _ in server.shards
         )
+        busy_s = 0.0
         try:
             for number in range(rounds):
-                await self._look_up_part(server, handle, size, number, places, tables)
+                busy_s += await self._look_up_part(
+                    server, handle, size, number, places, tables
+                )
         except ClusterBusyError as error:
             raise OverloadedError(
                 f"{server.task} has too many calls, and training goes first; send the "
@@ -378,6 +404,7 @@ class RemoteParameters:
             ) from error
         except JGError as error:
             self._lose(server, error)
+        return busy_s
 
     def _size(
         self, server: _Server, places: Mapping[str, list[tuple[Array, Array]]]
@@ -402,20 +429,24 @@ class RemoteParameters:
         part: int,
         places: Mapping[str, list[tuple[Array, Array]]],
         tables: Mapping[str, TableRows],
-    ) -> None:
+    ) -> float:
         arrays, where = [], []
-        for name, number, shard in server.shards:
+        for name, number, _ in server.shards:
             count = self._tables[name].counts[size]
             of_part = slice(part * count, (part + 1) * count)
             positions, rows = (one[of_part] for one in places[name][number])
-            arrays.append(self._tables[name].asked(rows, shard, count))
+            arrays.append(self._tables[name].asked(rows, count))
             where.append(positions)
-        results = await self._run(server, handle, arrays, LOOKUP_S)
+        asked_s = self._clock.now()
+        reply = await self._run(server, handle, arrays, LOOKUP_S)
         for (name, _, _), positions, rows in zip(
-            server.shards, where, results, strict=True
+            server.shards, where, reply.tensors, strict=True
         ):
             tables[name].rows[positions] = np.asarray(rows)[: len(positions)]
             tables[name].is_there[positions] = True
+        if reply.header.busy_s > 0:
+            return float(reply.header.busy_s) + _CALL_S
+        return self._clock.now() - asked_s  # an older one does not tell
 
     def _with_cache(self, name: str, ids: Array, live: TableRows) -> TableRows:
         cache = self._caches.get(name)

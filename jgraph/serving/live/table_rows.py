@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from jgraph.graph.rows.hash_keys import NO_KEY, hash_keys, padded_pairs, shard_of
-from jgraph.graph.rows.rows import Layout
+from jgraph.graph.rows.rows import NO_ID, Layout
 from jgraph.graph.variable import Variable
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -45,11 +45,11 @@ class LiveTable:
         sharding = self.variable.spec.sharding
         return sharding is None or sharding.axis == 0
 
-    def asked(self, rows: Array, shard: Variable, count: int) -> Array:
+    def asked(self, rows: Array, count: int) -> Array:
         """Returns rows of a shard, or keys, as a lookup of ``count`` takes them."""
         if self.is_hashed:
             return padded_pairs(rows, count)
-        padded = np.full(count, shard.shape[0], np.int32)
+        padded = np.full(count, NO_ID, np.int32)
         padded[: len(rows)] = rows
         return padded
 

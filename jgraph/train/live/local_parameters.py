@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jgraph.clock import Clock
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
-from jgraph.serving.live.parameters import DenseCopy
-from jgraph.serving.live.table_rows import TableRows
+from jgraph.serving.live.parameters import DenseCopy, FoundRows
 from jgraph.serving.signature import Array
 from jgraph.train.state.runner import RunState
 
@@ -55,7 +54,7 @@ class LocalParameters:
         dense = {name: jnp.array(v) for name, v in named.items() if v is not None}
         return DenseCopy(dense, int(named["global_step"]), at)
 
-    async def rows(self, wanted: Mapping[str, Array]) -> dict[str, TableRows]:
+    async def rows(self, wanted: Mapping[str, Array]) -> FoundRows:
         """See ``Parameters.rows``."""
         raise AssertionError("no table is looked up by rows in this process")
 

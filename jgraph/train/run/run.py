@@ -412,8 +412,8 @@ class Run:
             becomes of requests while a parameter server is away: ``"stale"`` answers
             with what is known of it, ``"error"`` refuses with 503 and ``JG-132``.
             ``cache_rows`` (100,000): rows of each table that are kept for that.
-            ``max_share`` (0.5): the part of their time for which parameter servers may
-            have a lookup of this model under way; more requests are put together.
+            ``max_share`` (0.5): the part of their time for which lookups of this model
+            may keep parameter servers busy; more requests are put together.
             ``max_rows`` (64): of one execution. ``rtol`` (1e-5): as for ``jg.export``.
             All others are those of ``jg.ModelServer``: ``http_port``, ``grpc_port``, ….
 

@@ -3,6 +3,7 @@
 import gc
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jgraph.errors import InternalError, VariableMismatchError
+from jgraph.errors import (
+    InternalError,
+    MalformedMessageError,
+    VariableMismatchError,
+)
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.nodes import ValueType
 from jgraph.plan.program.program import StoredVariable
@@ -99,6 +104,20 @@ def test_all_are_updated_in_place_once_nobody_holds_a_view(
     store.update(mine, NOTHING, doubled)
     assert store.read(mine)[0].__array_interface__["data"][0] == before
     assert stored(store) == [v.ravel().tolist() for v in values(8)]
+
+
+def test_rows_of_one_are_looked_at_where_it_lies(store: VariableStore) -> None:
+    mine = group()
+    store.update(mine, NOTHING, doubled)
+    slab = store._entries["", "v3"].slab
+    rows = RowsOf(MANY[3], np.array([0, 2], np.int32), ValueType((3, 3), "float32"))
+    (found,) = store.lookup([rows], peeks=True)
+    assert found[:2].tolist() == np.full((2, 3), 6).tolist()
+    assert slab is not None
+    assert store._entries["", "v3"].slab is slab
+    wrong = replace(rows, ids=np.array([4], np.int32))
+    with pytest.raises(MalformedMessageError):
+        store.lookup([wrong], peeks=True)
 
 
 def test_an_update_never_changes_what_a_reader_of_one_holds(

@@ -5,13 +5,20 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jgraph.errors import InternalError, UninitializedError, VariableMismatchError
+from jgraph.errors import (
+    InternalError,
+    MalformedMessageError,
+    UninitializedError,
+    VariableMismatchError,
+)
 from jgraph.graph.ir import TaskName
 from jgraph.graph.rows.hash_spec import HashSpec
 from jgraph.plan.program.nodes import ValueType
 from jgraph.plan.program.program import StoredVariable
 from jgraph.plan.program.replay import RowsAre
+from jgraph.runtime.store.entry import RowsOf
 from jgraph.runtime.store.store import PART_BYTES, VariableStore
 
 A = StoredVariable("a", ValueType((1000,), "float32"))
@@ -249,3 +256,23 @@ def test_a_large_variable_is_told_of_by_rows_and_a_small_one_whole() -> None:
     store.whole("model", tell)
     assert told == [RowsAre("large", rows + 3)] * 2 + ["small"]
     assert (other.read([large])[0] == value).all()
+
+
+def test_rows_of_what_several_devices_have_are_looked_at_where_they_lie(
+    store: VariableStore,
+) -> None:
+    table = StoredVariable("table", ValueType((4, 2), "float32"))
+    store.write([table], [np.arange(8, dtype=np.float32).reshape(4, 2)])
+    halves = NamedSharding(Mesh(jax.devices()[:2], ["model"]), PartitionSpec("model"))
+    bump = jax.jit(lambda a: [a + 1], out_shardings=halves)
+    store.update([table], [], bump, layouts=[halves])
+    entry = store._entries["", "table"]
+    for ids, due in (([1, 2, 3], [[3, 4], [5, 6], [7, 8]]), ([], [])):
+        wanted = np.array(ids, np.int32)
+        rows = RowsOf(table, wanted, ValueType((8, 2), "float32"))
+        (found,) = store.lookup([rows], peeks=True)
+        assert found[: len(ids)].tolist() == due
+    assert entry.layout == halves
+    wrong = RowsOf(table, np.array([4], np.int32), ValueType((1, 2), "float32"))
+    with pytest.raises(MalformedMessageError):
+        store.lookup([wrong], peeks=True)

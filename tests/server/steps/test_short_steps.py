@@ -52,6 +52,8 @@ def test_a_step_is_driven_only_if_it_may_need_a_thread(
             at = services[PS].context.address
             return await client.ask(at, "RunStep", request, timeout_s=20)
 
-    (doubled,) = asyncio.run(ask()).tensors
+    reply = asyncio.run(ask())
+    (doubled,) = reply.tensors
+    assert 0 < reply.header.busy_s < 10  # of the task, with what it computes
     assert np.asarray(doubled).tolist() == [0, 2, 4]
     assert bool(driven) == is_driven
