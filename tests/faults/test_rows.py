@@ -27,7 +27,7 @@ MASTER, WORKER = "/job:worker/task:0", "/job:worker/task:1"
 
 
 @pytest.mark.row(1, 2, 3)
-@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_killed_worker_loses_no_update_and_is_taken_back(
     fault: Fault, caplog: pytest.LogCaptureFixture, prefetch: int
 ) -> None:

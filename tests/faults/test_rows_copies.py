@@ -47,7 +47,7 @@ GOES_ON = "the run goes on from"
 
 
 @pytest.mark.row(13)
-@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("prefetch", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_killed_ps_with_a_replica_loses_no_update(
     fault: Fault, prefetch: int
 ) -> None:

@@ -133,8 +133,14 @@ def test_workers_join_a_run_and_leave_it_and_no_batch_is_lost_or_comes_twice(
 @pytest.mark.row(39)
 @pytest.mark.parametrize(
     ("kind", "others"),
-    [(AsyncPS, IDS[:40]), (SyncPS, IDS.astype(np.float32))],
-    ids=["fewer", "another type"],
+    [
+        pytest.param(AsyncPS, IDS[:40], id="fewer"),
+        pytest.param(
+            *(SyncPS, IDS.astype(np.float32)),
+            id="another type",
+            marks=pytest.mark.nightly,
+        ),
+    ],
 )
 def test_a_worker_whose_data_is_not_that_of_the_run_has_no_part_in_it_until_it_is(
     fault: Fault, tmp_path: Path, kind: Any, others: Any

@@ -101,7 +101,9 @@ def checked(there: Any, run: Run, *, together: bool, lost: int = 0) -> None:
 
 
 @pytest.mark.row(45)
-@pytest.mark.parametrize("strategy", [AsyncPS, SyncPS])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(AsyncPS, marks=pytest.mark.nightly), SyncPS]
+)
 def test_parameter_servers_join_a_run_and_leave_it_and_no_update_is_lost(
     fault: Fault, strategy: Any
 ) -> None:

@@ -27,6 +27,7 @@ from jgraph.errors import (
     TokenError,
 )
 from jgraph.graph.ir import TaskName
+from jgraph.rpc import http_port
 from jgraph.rpc.security.certificates import make_certificates
 from jgraph.rpc.security.token import Token
 from jgraph.serving import oip_http
@@ -198,13 +199,16 @@ def test_a_path_or_method_that_is_not_taken_is_told_with_a_code(
     assert ("allow" in headers) is (status == 405)
 
 
+@pytest.mark.parametrize("nbytes", [9, 100_000], ids=["small", "large"])
 def test_a_body_that_does_not_come_in_time_is_told_with_a_code(
-    server: jg.ModelServer, monkeypatch: pytest.MonkeyPatch
+    nbytes: int, server: jg.ModelServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(oip_http, "BODY_S", 0.05)
+    limit = (http_port, "HEAD_S") if nbytes < oip_http.LARGE else (oip_http, "BODY_S")
+    monkeypatch.setattr(*limit, 0.05)
     with connected(server) as pipe:
         head = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-        head += f"Authorization: Bearer {server.token.value}\r\nContent-Length: 9\r\n"
+        head += f"Authorization: Bearer {server.token.value}\r\n"
+        head += f"Content-Length: {nbytes}\r\n"
         pipe.sendall(f"{head}\r\n[".encode())
         told = heard(pipe)
     assert told.startswith(b"HTTP/1.1 408 ")

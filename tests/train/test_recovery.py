@@ -238,6 +238,7 @@ def test_run_whose_newest_checkpoint_is_damaged_takes_the_one_before(
 
 
 @pytest.mark.procs
+@pytest.mark.combined
 @pytest.mark.parametrize("stops", ["before", "after", "while it waits"])
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
 def test_run_that_was_to_end_as_it_lost_a_ps_ends_with_what_it_goes_back_to(

@@ -107,11 +107,15 @@ def test_the_command_writes_a_file_and_says_what_steps_wait_for(
     ran(session, 3)
     path = tmp_path / "cluster.pftrace"
     typed = ("trace", cluster.target, "--last", "30", "-o", str(path))
-    code, out, _ = run(capsys, *typed, "--xprof", "worker:0")
+    code, out, _ = run(capsys, *typed)
     assert code == cli.OK
     assert "a step takes" in out
     assert f"wrote {path}" in out
     assert path.stat().st_size > 1000
+    profiled = ("--seconds", "0.1", "--xprof", "worker:0")
+    code, out, _ = run(capsys, "trace", cluster.target, *profiled, "-o", str(path))
+    assert code == cli.OK
+    assert f"wrote {path}" in out
     profiles = list(path.with_suffix(".xprof").rglob("*.xplane.pb"))
     assert len(profiles) == 1
     code, _, err = run(capsys, "trace", cluster.target, "-o", "cluster.txt")

@@ -23,6 +23,8 @@ NOT_ALIKE = {
     "sm3",
 }
 
+BY_DAY = {"sgd", "adam", "adamw", "adagrad", "rmsprop", "lion", "lamb", "adafactor"}
+
 
 def planned(
     tx: optax.GradientTransformation,
@@ -51,7 +53,13 @@ def packs(plan: Plan) -> list[tuple[int, ...]]:
     return [node.packs for node in nodes_of(plan, PS[0], SegmentNode) if node.packs]
 
 
-@pytest.mark.parametrize("name", aliases())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.nightly)
+        for name in aliases()
+    ],
+)
 def test_an_optimizer_on_flat_arrays_is_the_optimizer(name: str) -> None:
     plan = planned(alias(name))
     assert bool(packs(plan)) == (name not in NOT_ALIKE)
@@ -231,7 +239,13 @@ def test_values_in_a_flat_array_begin_where_xla_takes_them_without_a_copy() -> N
     assert all(start * 4 % 64 == 0 for start in starts)
 
 
-@pytest.mark.parametrize("numbers", [False, True], ids=["values", "numbers"])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param(False, id="values"),
+        pytest.param(True, id="numbers", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_long_way_to_a_new_value_is_planned(numbers: bool) -> None:
     variables = many()
 

@@ -102,6 +102,7 @@ def test_grpc_knows_every_option_that_is_set() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.combined
 @pytest.mark.parametrize("talk", [say_nothing, talk_http, hang_up])
 @pytest.mark.parametrize("ask", [call_error, post_error])
 def test_server_that_is_not_grpc_is_said_within_seconds(

@@ -96,15 +96,16 @@ def test_proxy_leads_to_a_data_port_by_one_port_whoever_asks_at_once() -> None:
     run_async(main())
 
 
+@pytest.mark.parametrize("cuts", [20, pytest.param(100, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("where", ["head", "tensor", "before the acknowledgement"])
-def test_a_hundred_cuts_lose_and_repeat_nothing(where: str) -> None:
+def test_cuts_lose_and_repeat_nothing(where: str, cuts: int) -> None:
     async def main() -> None:
         chance = random.Random(where)
         large = np.arange(300_000, dtype=np.int32)
         async with paired() as pair:
             pair.worker.post(PS, step(0))
             await pair.has(1)
-            for i in range(1, 101):
+            for i in range(1, cuts + 1):
                 proxy = pair.proxy
                 after = {
                     "head": chance.randrange(1, 12),
@@ -119,7 +120,7 @@ def test_a_hundred_cuts_lose_and_repeat_nothing(where: str) -> None:
                     proxy.cut()
                 frame = pair.at_ps.frames[-1][1]
                 np.testing.assert_array_equal(frame.tensors[0], large)
-            assert numbers([f for _, f in pair.at_ps.frames]) == list(range(101))
+            assert numbers([f for _, f in pair.at_ps.frames]) == list(range(cuts + 1))
             assert [*pair.at_ps.lost, *pair.at_worker.lost] == []
             assert way(pair.worker) == "data socket (plain)"
 

@@ -236,12 +236,18 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_is_used(
         there.close()
 
 
-KEPT: list[Strategy] = [
-    AsyncPS(durability="replica"),
-    SyncPS(durability="replica"),
-    AsyncPS(durability="log"),
-    SyncPS(durability="log"),
-    AsyncPS(durability="replica", gradient_dtype="int8"),
+KEPT = [
+    pytest.param(AsyncPS(durability="replica"), id="replica"),
+    pytest.param(
+        SyncPS(durability="replica"), id="sync-replica", marks=pytest.mark.nightly
+    ),
+    pytest.param(AsyncPS(durability="log"), id="log", marks=pytest.mark.nightly),
+    pytest.param(SyncPS(durability="log"), id="sync-log"),
+    pytest.param(
+        AsyncPS(durability="replica", gradient_dtype="int8"),
+        id="int8",
+        marks=pytest.mark.nightly,
+    ),
 ]
 
 
@@ -252,9 +258,7 @@ _TORN = 2 * 2 * 2
 @pytest.mark.combined
 @pytest.mark.row(13, 14)
 @pytest.mark.parametrize("is_planned", [False, True], ids=["", "told"])
-@pytest.mark.parametrize(
-    "strategy", KEPT, ids=["replica", "sync-replica", "log", "sync-log", "int8"]
-)
+@pytest.mark.parametrize("strategy", KEPT)
 @pytest.mark.parametrize("task", PS)
 def test_detached_run_goes_on_from_the_copy_or_the_log_of_a_ps_and_loses_no_update(
     strategy: Strategy,

@@ -36,7 +36,9 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.row(45)
-@pytest.mark.parametrize("strategy", [jg.AsyncPS, jg.SyncPS])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(jg.AsyncPS, marks=pytest.mark.nightly), jg.SyncPS]
+)
 def test_each_batch_counts_once_in_a_hash_table_that_moves(
     cluster: Cluster, strategy: Any
 ) -> None:
