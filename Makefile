@@ -21,9 +21,7 @@ test: check
 	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n auto --dist worksteal \
 		-m "not nightly and not chaos"
 
-# What takes long and has a smaller one in `make test`. Each task is a process that loads
-# all by itself, where `make test` has forks of one (tests/support/warm.py).
-nightly: export JGRAPH_TESTS_NEW_PROCESSES := 1
+# What takes long and has a smaller one in `make test`.
 nightly: fuzz
 	-@$(MAKE) --no-print-directory peers-tensorflow  # loads a SavedModel
 	$(BIN)/python -m pytest -n auto --dist worksteal -m nightly
@@ -32,7 +30,6 @@ nightly: fuzz
 
 # Faults that need minutes; two at a time, as most of that is waiting. Then tasks killed and
 # frozen by a seed that is printed: CHAOS_SEED=7 make chaos
-chaos: export JGRAPH_TESTS_NEW_PROCESSES := 1
 chaos: .venv/dev.stamp
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m chaos -o faulthandler_timeout=0 \
 		tests/faults tests/train/test_failpoints.py tests/planted \

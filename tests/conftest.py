@@ -41,11 +41,9 @@ import jax
 import pytest
 from hypothesis import settings
 
-from tests.support.compilers import reuse_contexts
 from tests.support.covering import covering
 from tests.support.leaks import Leaks
 from tests.support.left import nothing_left
-from tests.support.warm import start_tasks_warm
 
 settings.register_profile("dev", max_examples=25, deadline=None, print_blob=True)
 # The same few examples in each run; others come in each night.
@@ -173,9 +171,7 @@ def pytest_collection_modifyitems(
     items.sort(key=lambda item: [not item.get_closest_marker(name) for name in first])
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    start_tasks_warm(session.config.rootpath)
-    reuse_contexts()
+def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(70_000, 10, 10)
     gc.enable()

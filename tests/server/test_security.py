@@ -27,7 +27,6 @@ from jgraph.rpc.security.tls import TLS
 from jgraph.rpc.security.token import TOKEN_FILE, Token
 from jgraph.server.server import Server
 from tests.support.servers import Servers
-from tests.support.warm import new_processes
 
 WORKER = TaskName("/job:worker/task:0")
 
@@ -187,7 +186,6 @@ def test_the_token_of_a_local_cluster_is_in_its_file_and_nowhere_else(
 ) -> None:
     with (
         caplog.at_level(logging.DEBUG),
-        new_processes(),  # whose arguments and variables the kernel tells
         LocalCluster(ps=1, workers=1, log_dir=tmp_path) as cluster,
     ):
         file = token_file_in(cluster.target)

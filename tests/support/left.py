@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from jgraph.rpc.sockets.listener import PREFIX
-from tests.support.warm import WARM
 
 KEPT: Final = {"jgraph-loop": "the event loop that all clients of a process share"}
 """Threads that stay as long as their process, and what for."""
@@ -45,9 +44,7 @@ def nothing_left(temporary: Path) -> Iterator[None]:
 
 
 def _children() -> set[psutil.Process]:
-    stays = {parent.pid for parent in WARM.values()}  # ends with this process
-    children = psutil.Process().children(recursive=True)
-    return {child for child in children if child.pid not in stays}
+    return set(psutil.Process().children(recursive=True))
 
 
 def _sockets() -> set[str]:

@@ -34,7 +34,6 @@ from jgraph.launch.ray_cluster import RayCluster
 from jgraph.server.server import Server
 from tests.support.counted_loops import requests
 from tests.support.waiting import wait_until
-from tests.support.warm import new_processes
 
 pytestmark = pytest.mark.procs
 
@@ -43,7 +42,7 @@ pytestmark = pytest.mark.procs
 def cluster() -> Iterator[LocalCluster]:
     clock = SystemClock()
     began = clock.now()
-    with new_processes(), LocalCluster(ps=1, workers=2) as cluster:
+    with LocalCluster(ps=1, workers=2) as cluster:
         assert clock.now() - began < 30  # 2 s on an idle machine
         yield cluster
 
