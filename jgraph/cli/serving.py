@@ -125,16 +125,21 @@ def serve(
 ) -> None:
     """Serve exported models over REST and gRPC; new versions are taken as they come."""
     from jgraph.errors import ConfigError
-    from jgraph.server.process_setup import set_up_process, wait_where_asked
+    from jgraph.server.process_setup import (
+        compile_behind_others,
+        set_up_process,
+        wait_where_asked,
+    )
 
     wait_where_asked()  # before gRPC is loaded
-    from jgraph.serving.model_server import ModelServer
+    from jgraph.serving.model_server import LOADER_NICE, ModelServer
 
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("give --tls-cert and --tls-key, both or none")
     if http_port < 0 and grpc_port < 0:
         raise ConfigError("nobody could ask: give --http-port or --grpc-port")
     set_up_process()
+    compile_behind_others(LOADER_NICE)
     # A thread that loads a version gives way to requests ten times as often as usual.
     sys.setswitchinterval(0.0005)
     ended = threading.Event()

@@ -5,7 +5,10 @@ import gc
 import logging
 import os
 import re
+import sys
 import threading
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 import jax
@@ -27,6 +30,8 @@ _MMAP_MAX: Final = -4
 _ARENA_MAX: Final = -8
 _NEVER: Final = 2**31 - 1
 
+_COMPILING_NS: Final = 1_000_000
+"""A thread that has run for longer while a program was compiled is of the compiler."""
 EXPERIMENTS: Final = "GRPC_EXPERIMENTS"
 """A variable of gRPC; says which of its newer parts a process uses."""
 _NEWEST_GRPC: Final = (1, 85)
@@ -125,3 +130,40 @@ def load_compiler() -> None:
     exported = jax.export.export(jax.jit(lambda x: x + 1))(number)
     jax.jit(exported.call).lower(number).compile()
     gc.freeze()  # what is loaded stays, and is not looked at for garbage again
+
+
+def compile_behind_others(nice: int) -> bool:
+    """Lets whatever else this process does go before what it compiles.
+
+    Whoever waits for it, XLA compiles in threads of its own, which JAX does not name:
+    those that begin, or run, while a first program is compiled. Before anything else
+    runs here, and for processes of ours only. What computes keeps its priority.
+
+    Args:
+      nice: priority of these threads from now on.
+
+    Returns:
+      Whether they were found: on Linux, where CPUs compute.
+    """
+    if sys.platform != "linux" or jax.default_backend() != "cpu":
+        return False
+    before = _ran_ns()
+    load_compiler()
+    mine, found = threading.get_native_id(), False
+    for thread, ran_ns in _ran_ns().items():
+        is_new = thread not in before
+        if thread != mine and (is_new or ran_ns - before[thread] > _COMPILING_NS):
+            with suppress(OSError):  # it is over
+                os.setpriority(os.PRIO_PROCESS, thread, nice)
+                found = True
+    return found
+
+
+def _ran_ns() -> dict[int, int]:
+    """Returns for how long each thread of this process has run; {}: Linux is silent."""
+    ran = {}
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError, ValueError, IndexError):
+            line = Path(f"/proc/self/task/{thread}/schedstat").read_text("ascii")
+            ran[int(thread)] = int(line.split()[0])
+    return ran

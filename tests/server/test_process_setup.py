@@ -53,3 +53,38 @@ def test_arrow_takes_the_memory_that_a_task_keeps() -> None:
     pytest.importorskip("pyarrow", reason="needs jgraph[data]")
     clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     subprocess.run([sys.executable, "-c", ARROW], check=True, timeout=120, env=clean)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux")
+def test_threads_that_compile_give_way_and_those_that_compute_do_not() -> None:
+    code = """if True:
+        import os, threading
+        import jax, jax.numpy as jnp, numpy as np
+        from jgraph.server.process_setup import (
+            _ran_ns, compile_behind_others, set_up_process)
+
+        set_up_process()
+        assert compile_behind_others(10)
+        large = np.zeros((4096, 1024), np.float32)
+
+        def compiled(fn, x):
+            return jax.jit(fn).lower(x).compile()
+
+        def run_by_nice(work):
+            before, mine = _ran_ns(), threading.get_native_id()
+            work()
+            ran = {0: 0, 10: 0}
+            for thread, ns in _ran_ns().items():
+                if thread != mine:
+                    nice = os.getpriority(os.PRIO_PROCESS, thread)
+                    ran[nice] += ns - before.get(thread, 0)
+            return ran
+
+        program = compiled(lambda x: (x * 2, x.sum(0)), large)
+        compiling = run_by_nice(lambda: compiled(lambda x: jnp.tanh(x @ x.T), large))
+        computing = run_by_nice(lambda: jax.block_until_ready(program(large)))
+        assert compiling[10] > 10 * compiling[0], compiling
+        assert computing[0] >= computing[10], computing
+    """
+    finished = subprocess.run([sys.executable, "-c", code], check=False)
+    assert finished.returncode == 0
