@@ -12,6 +12,10 @@ transformer of 8 MB. Rounds of ``--every`` steps over these lines and without, i
 give what an exchange costs and a step takes; from both follows the part of the speed
 that workers alone have, at 500 steps a round. Steps of ``SyncPS`` are measured beside.
 
+``turns``: six workers and a ps whose line, 32 Mbit/s each way, all of them share, and a
+parameter of 4 MB: seconds of an update of ``SyncPS``, all workers reading at once, and
+two at a time (``max_readers=2``), in turns.
+
 ``privacy``: digits for an epsilon of 8 at a delta of 1e-5: accuracy, and how far
 epsilon is from what the accountant says of that noise, rate and number of updates.
 
@@ -25,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +45,8 @@ from jgraph.examples.options import Options
 from jgraph.testing.tcp_proxy import TcpProxy
 
 WORKERS, LINE_BYTES_PER_S, LINE_DELAY_S = 4, 10e6 / 8, 0.1
+MANY, NARROW_BYTES_PER_S = 6, 32e6 / 8
+"""Workers that share the line of a ps."""
 ROUND_STEPS: Final = 500
 """Of the figure that is wanted."""
 CHARACTERS, LENGTH, WIDTH, LAYERS = 96, 64, 256, 2
@@ -134,10 +140,63 @@ def behind_lines(*, slow: bool) -> Iterator[str]:
         yield ps.target
 
 
-def _line(stack: ExitStack, address: str) -> str:
+@final
+class End(dict[bool, float]):
+    """When the line of a ps is free, as a proxy towards it, or away from it, sees it.
+
+    Args:
+      free: by whether it is the way from the ps.
+      away: whether what goes through the proxy begins at the ps.
+    """
+
+    def __init__(self, free: dict[bool, float], *, away: bool) -> None:
+        super().__init__()
+        self._free, self._away = free, away
+
+    def __getitem__(self, is_back: bool) -> float:
+        return self._free[is_back != self._away]
+
+    def __setitem__(self, is_back: bool, value: float) -> None:
+        self._free[is_back != self._away] = value
+
+
+@contextmanager
+def behind_one_line() -> Iterator[str]:
+    """A ps on a line and workers beside it; gives what a client connects to."""
+    jobs, free = {"ps": 1, "worker": MANY}, {True: 0.0, False: 0.0}
+    with ExitStack() as stack:
+
+        def line(address: str, *, away: bool) -> str:
+            return _line(stack, address, NARROW_BYTES_PER_S, 0.0, End(free, away=away))
+
+        ps, *workers = [
+            stack.enter_context(
+                jg.Server({job: {n: "127.0.0.1:0"}}, job, n, transport="network")
+            )
+            for job, count in jobs.items()
+            for n in range(count)
+        ]
+        direct = [worker.address for worker in workers]
+        there = [line(address, away=True) for address in direct]
+        ps.set_cluster(ClusterSpec({"ps": [ps.address], "worker": there}))
+        towards = line(ps.address, away=False)
+        for worker in workers:
+            worker.set_cluster(ClusterSpec({"ps": [towards], "worker": direct}))
+        yield ps.target
+
+
+def _line(
+    stack: ExitStack,
+    address: str,
+    bytes_per_s: float = LINE_BYTES_PER_S,
+    delay_s: float = LINE_DELAY_S,
+    free_at: dict[bool, float] | None = None,
+) -> str:
     """Returns an address that leads to another over a slow line."""
     proxy = TcpProxy(address)
-    proxy.bytes_per_s, proxy.delay_s = LINE_BYTES_PER_S, LINE_DELAY_S
+    proxy.bytes_per_s, proxy.delay_s = bytes_per_s, delay_s
+    if free_at is not None:
+        proxy.free_at = free_at
     event_loop.run(proxy.__aenter__())
     stack.callback(lambda: event_loop.run(proxy.__aexit__()))
     return proxy.address
@@ -187,6 +246,44 @@ def over_lines(a: Any) -> dict[str, Any]:
         **measure.spread("exchange_s", pauses, 2),
         **measure.spread("speed_at_500", parts, 3),
         **measure.spread("sync_speed", [alone / over for alone, over in sync], 3),
+    }
+
+
+class Wide(nnx.Module):
+    """A parameter of 4 MB, of which each step takes hardly any time."""
+
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.zeros((8, 125_000)))
+
+    def __call__(self, x: Any) -> Any:
+        return x @ self.w[...]
+
+
+def _square(model: Any, x: Any) -> Any:
+    return jnp.mean((model(x) - 1) ** 2)
+
+
+def in_turn(a: Any) -> dict[str, Any]:
+    """Updates whose workers read at once, and two at a time, in turns."""
+    x = np.random.default_rng(0).normal(size=(256, 8)).astype(np.float32)
+    ways: dict[str, Callable[[], float]] = {}
+    with ExitStack() as stack:
+        cluster = stack.enter_context(
+            jg.connect(stack.enter_context(behind_one_line()))
+        )
+        for name, readers in (("at_once", None), ("in_turn", 2)):
+            strategy = jg.SyncPS(max_readers=readers)
+            there = jg.Trainer(
+                Wide(), _square, optax.sgd(0.1), cluster=cluster, strategy=strategy
+            )
+            ways[name] = partial(_seconds, there, x, a.steps or 3)
+        found = measure.take_turns(ways, a.rounds)
+    both = zip(found["in_turn"], found["at_once"], strict=True)
+    return {
+        "workers": MANY,
+        **measure.spread("at_once_s", found["at_once"], 2),
+        **measure.spread("in_turn_s", found["in_turn"], 2),
+        **measure.spread("ratio", [turn / once for turn, once in both], 3),
     }
 
 
@@ -246,6 +343,7 @@ KINDS: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "diloco": of_characters,
     "digits": of_digits,
     "link": over_lines,
+    "turns": in_turn,
     "privacy": privately,
 }
 

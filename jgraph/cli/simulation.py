@@ -33,6 +33,7 @@ def simulate(
     steps: Annotated[int, typer.Option(help="Steps of each worker.")] = 20,
     backup_workers: Annotated[int, typer.Option(help="Of SyncPS.")] = 0,
     max_staleness: Annotated[int | None, typer.Option(help="Of AsyncPS.")] = None,
+    max_readers: Annotated[int | None, typer.Option(help="Of SyncPS.")] = None,
     compute_ms: Annotated[
         float | None,
         typer.Option(
@@ -95,6 +96,7 @@ def simulate(
         costs=constants,
         seed=seed,
         sharded=sharded,
+        max_readers=max_readers,
     )
     facts = {"simulated": True, **asdict(found), "not_modelled": NOT_MODELLED}
     say(facts, str(found), as_json=as_json)

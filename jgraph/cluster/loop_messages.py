@@ -148,6 +148,7 @@ class SyncRequest:
       sums: how their contributions are summed; None: the ps see each.
       group: what children of the workers' servers sum; None: nothing.
       host_sums: what is summed on each host before it leaves that; None: nothing.
+      readers: how many steps read from a ps at a time; 0: all that may.
     """
 
     gate: str
@@ -165,6 +166,7 @@ class SyncRequest:
     sums: SumRule | None = None
     group: pb.CollectiveGroup | None = None
     host_sums: pb.HostSums | None = None
+    readers: int = 0
 
 
 @final
@@ -481,6 +483,7 @@ def _sync_order(request: SyncRequest | None) -> pb.SyncOrder | None:
         secure=_secure_order(request.sums),
         group=request.group,
         host_sums=request.host_sums,
+        readers=request.readers,
     )
 
 

@@ -13,7 +13,7 @@ The in-process and the gRPC transport pass one conformance suite
 (``jgraph.testing.transport_conformance``).
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, final
 
@@ -69,6 +69,13 @@ class Transport(Protocol):
         """Queues a frame for ``dst``; never blocks. A failure is ``peer_lost``.
 
         So is a peer that does not take what is queued for it (``NotTakingError``).
+        """
+
+    def when_sent(self, dst: TaskName, callback: Callable[[], None]) -> None:
+        """Calls back once nothing that was posted to ``dst`` is on its way any more.
+
+        It is there then, but for a few bytes, or has left where nothing is
+        acknowledged; or the link has ended. Never before this returns.
         """
 
     def withdraw(self, handle: str, step_id: int) -> int:

@@ -266,6 +266,7 @@ class StepRun:
         self._gate = gate
         self._recording = recording
         self._compute_wait_s = compute_wait_s
+        self._unsent = loaded.sends
         self.step = step
         self._loaded = loaded
         self._feeds = feeds
@@ -404,6 +405,9 @@ class StepRun:
             is_short = sum([value.nbytes for value in values]) < _SHORT_BYTES
             self._stamps[3 * index + START] = began
             self._stamps[3 * index + END] = began if is_short else self._now()
+        self._unsent -= 1
+        if not self._unsent and self._gate is not None:
+            self._gate.sent(self.step, node.dst)
 
     def _padded(self, value: int) -> Any:
         return padded(self._values[value], self._loaded.partition.values[value])

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 import numpy as np
 
 from jgraph.errors import InvalidProgramError, JGError
+from jgraph.graph.ir import TaskName
 from jgraph.plan.program.accumulate import SUM, mean, mean_of_rows, total
 from jgraph.plan.program.nodes import AggregateNode, runs
 from jgraph.plan.program.program import Partition, StoredVariable
@@ -52,6 +53,9 @@ class Gate(Protocol):
         refuse: Callable[[JGError], None],
     ) -> None:
         """Calls ``let_in`` when the step may start here, or ``refuse``, once."""
+
+    def sent(self, step: StepKey, dst: TaskName) -> None:
+        """Learns that all that a step sends from here was given to the transport."""
 
     def ended(self, step: StepKey, *, done: bool) -> None:
         """Learns that a step that asked is over; ``done`` unless it failed."""

@@ -19,6 +19,7 @@ from jgraph.plan.program.nodes import (
     ReadNode,
     RecvNode,
     SegmentNode,
+    SendNode,
     UnpackNode,
     ValueId,
     ValueType,
@@ -65,6 +66,7 @@ class LoadedPartition:
       is_padded: per node, whether it takes values that may have fewer rows.
       in_turn: per node, whether it waits for the end of the step before.
       order: of the nodes.
+      sends: how many of them send.
     """
 
     partition: Partition
@@ -85,6 +87,7 @@ class LoadedPartition:
     is_padded: tuple[bool, ...]
     in_turn: tuple[bool, ...]
     order: NodeOrder
+    sends: int
 
 
 def load_partition(
@@ -154,6 +157,7 @@ def load_partition(
         tuple(_is_padded(partition, taken) for taken in inputs),
         tuple(_in_turn(partition)),
         order_of(partition),
+        sum(isinstance(node, SendNode) for node in partition.nodes),
     )
 
 

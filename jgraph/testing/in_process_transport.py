@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Hashable
+from collections.abc import AsyncGenerator, Callable, Hashable
 from contextlib import aclosing
 from typing import TypeAlias, final
 
@@ -180,6 +180,10 @@ class InProcessTransport:
             nbytes = encode(frame, max_frame_bytes=self._max_frame_bytes).nbytes
             self._links.push(dst, (frame, nbytes))
 
+    def when_sent(self, dst: TaskName, callback: Callable[[], None]) -> None:
+        """See ``Transport.when_sent``."""
+        self._links.when_sent(dst, callback)
+
     def withdraw(self, handle: str, step_id: int) -> int:
         """Drops the posted values of a step that were not delivered yet.
 
@@ -333,6 +337,7 @@ class _InProcessLink:
         )
         self._now = asyncio.get_running_loop().time
         self._wake = asyncio.Event()
+        self._when_sent: list[Callable[[], None]] = []
         self._finishing = False
         self._lost = False
 
@@ -343,6 +348,12 @@ class _InProcessLink:
 
     def withdraw(self, step: Hashable) -> int:
         return self._backlog.withdraw(step)
+
+    def when_sent(self, callback: Callable[[], None]) -> None:
+        if self._backlog.nbytes:
+            self._when_sent.append(callback)
+        else:
+            asyncio.get_running_loop().call_soon(callback)
 
     def finish(self) -> None:
         self._finishing = True
@@ -369,8 +380,15 @@ class _InProcessLink:
                 self._backlog.finish_frame()
                 if self._lost:
                     raise ended_link(self.peer, self.address)
+                self._note_sent()
         finally:
             there.disconnect(src, self)
+            self._note_sent()
+
+    def _note_sent(self) -> None:
+        callbacks, self._when_sent = self._when_sent, []
+        for callback in callbacks:
+            asyncio.get_running_loop().call_soon(callback)
 
     def _deliver(
         self, there: InProcessTransport, src: TaskName, frame: Frame, nbytes: int

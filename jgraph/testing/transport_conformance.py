@@ -14,6 +14,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
+from functools import partial
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
@@ -479,6 +480,32 @@ async def withdrawn_values_do_not_leave(make: MakeTransport) -> None:
         expect(kinds == [*wanted, *travelling, ("start_step", 4)], kinds)
         expect(worker.withdraw("train", 2) == 0, "withdrawn after it had left")
         expect(not at_worker.lost and not at_ps.lost, at_worker.lost)
+
+
+async def sender_is_told_when_nothing_waits_to_leave(make: MakeTransport) -> None:
+    """Later, and once for each time that it asks; also if there is no such peer."""
+    nobody = TaskName("/job:ps/task:9")
+    async with started(make) as (_, at_ps, worker, at_worker, _):
+        calls = asyncio.Queue[int]()
+        for i in range(3):
+            worker.post(PS, step(i, np.zeros(3 << 20, np.uint8)))
+            worker.when_sent(PS, partial(calls.put_nowait, i))
+        expect(calls.empty(), "told before anything could leave")
+        worker.when_sent(nobody, partial(calls.put_nowait, 3))
+        expect(calls.empty(), "told inside the call")
+        async with asyncio.timeout(WAIT_S):
+            found = [await calls.get() for _ in range(4)]
+        expect(sorted(found) == [0, 1, 2, 3], found)
+        await at_ps.wait_frames(3)
+        worker.when_sent(PS, partial(calls.put_nowait, 4))
+        async with asyncio.timeout(WAIT_S):
+            expect(await calls.get() == 4, "not told though nothing waits")
+        worker.post(nobody, step(7))
+        worker.when_sent(nobody, partial(calls.put_nowait, 5))
+        await at_worker.wait_lost(nobody)
+        async with asyncio.timeout(WAIT_S):
+            expect(await calls.get() == 5, "not told of who has no address")
+        expect(calls.empty(), "told twice")
 
 
 async def peer_that_takes_nothing_is_lost(make: MakeTransport) -> None:

@@ -608,6 +608,24 @@ BUGS: Final = {
         "return self._flush()",
         f"{TRANSCRIPT}[sync/sync_gate/together]",
     ),
+    "a reader that is not heard of holds up all others": Bug(
+        "coordination/sync/read_line.py",
+        "if not self._has_moved:",
+        "if False:",
+        f"{TRANSCRIPT}[sync/sync_gate/line]",
+    ),
+    "who waits for a turn reads what is not the newest any more": Bug(
+        "coordination/sync/sync_gate.py",
+        "self._reads.update(dict.fromkeys(self._leave_line(), self.version + 1))",
+        "pass",
+        f"{TRANSCRIPT}[sync/sync_gate/line]",
+    ),
+    "values are taken to be there when they have left": Bug(
+        "rpc/resumable/outbox.py",
+        "return self._is_empty.is_set() and self.sent.nbytes < FEW_BYTES",
+        "return self._is_empty.is_set()",
+        f"{OUTBOX}test_who_waits_until_all_is_there_is_told_when_it_is_acknowledged",
+    ),
     "an owner averages before all sums of hosts are there": Bug(
         "coordination/sync/host_sums.py",
         "if len(found) != len(missing) or missing.difference(found):",

@@ -13,7 +13,7 @@ from tests.support.simulation.survivor_world import SurvivorWorld
 from tests.support.simulation.sync_world import SyncWorld
 
 
-def simulated(seed: int) -> SyncWorld:
+def simulated(seed: int, readers: int = 0) -> SyncWorld:
     """Runs one cluster, with the faults that the seed chooses, to its end."""
     workers = 1 + seed % 4
     world = SyncWorld(
@@ -23,6 +23,7 @@ def simulated(seed: int) -> SyncWorld:
         backups=min(seed // 4 % 3, workers - 1),
         steps=30,
         delay_s=0.02,
+        readers=readers,
     )
     chance, faults = world.sim.chance, seed % 7
     tasks = [*world.workers, *world.shards, world.master.task]
@@ -50,6 +51,22 @@ def simulated(seed: int) -> SyncWorld:
 
 def test_every_ps_makes_the_same_updates_and_no_batch_counts_twice() -> None:
     check_each(simulated)
+
+
+def in_turn(seed: int) -> SyncWorld:
+    """Runs such a cluster whose workers read in turn."""
+    return simulated(seed, readers=1 + seed % 2)
+
+
+def test_workers_that_read_in_turn_contribute_once_whatever_is_lost_or_silent() -> None:
+    """Now and then what was read is not heard of: then the next ones go past it."""
+    for seed in range(FIRST, FIRST + RUNS // 4):
+        run = in_turn(seed)
+        try:
+            run.check()
+        except AssertionError as error:
+            error.add_note(f"JGRAPH_SIMULATION={seed} repeats it")
+            raise
 
 
 def test_a_run_that_loses_workers_and_masters_never_goes_back() -> None:

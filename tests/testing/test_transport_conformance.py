@@ -1,7 +1,7 @@
 """The conformance suite finds transports that are wrong."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -28,6 +28,9 @@ class Faulty:
 
     def post(self, dst: TaskName, frame: Frame) -> None:
         self.good.post(dst, frame)
+
+    def when_sent(self, dst: TaskName, callback: Callable[[], None]) -> None:
+        self.good.when_sent(dst, callback)
 
     def withdraw(self, handle: str, step_id: int) -> int:
         return self.good.withdraw(handle, step_id)
@@ -61,6 +64,13 @@ class Reorders(Faulty):
         if self.held is not None:
             self.good.post(*self.held)
             self.held = None
+
+
+class Hasty(Faulty):
+    """Says at once that all has left."""
+
+    def when_sent(self, dst: TaskName, callback: Callable[[], None]) -> None:
+        callback()
 
 
 class Spoils:
@@ -161,6 +171,7 @@ async def _run(name: str, make: MakeTransport) -> None:
         ("frames_arrive_in_order", Reorders, None),
         ("every_dtype_and_layout_survives", Faulty, Flat),
         ("withdrawn_values_do_not_leave", Keeps, None),
+        ("sender_is_told_when_nothing_waits_to_leave", Hasty, None),
         ("received_tensors_are_aligned_and_owned", Faulty, ReadOnly),
         ("crash_of_a_handler_tells_nothing_secret", Faulty, Shows),
     ],

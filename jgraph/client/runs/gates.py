@@ -39,6 +39,7 @@ def open_gate(
     group: pb.CollectiveGroup | None = None,
     host_sums: pb.HostSums | None = None,
     handles: Sequence[str] = (),
+    readers: int = 0,
 ) -> pb.OpenGate:
     """Opens a gate on tasks, in place of an earlier one of that name.
 
@@ -54,6 +55,7 @@ def open_gate(
       group: what children of the workers' servers sum; None: nothing.
       host_sums: what is summed on each host before it leaves that; None: nothing.
       handles: synchronous only: of the replicas' programs.
+      readers: synchronous only: how many steps read at a time; 0: all that may.
 
     Returns:
       The order, for a task that is started again.
@@ -70,6 +72,7 @@ def open_gate(
         group=group,
         host_sums=host_sums,
         handles=handles,
+        readers=readers,
     )
     request = frame(open_gate=order)
     cluster.call("Master.OpenGate", request, timeout_s=SILENCE_S + CONTROL_S)

@@ -9,6 +9,8 @@ costs a look into a table and not a call. It is taken as if each had come alone.
 
 Where contributions are summed together with other tasks, see ``group_member``, none is
 told before the sum is here. So what is decided has been summed everywhere.
+
+With a ``ReadLine`` only some of those who may read do so at a time; the others wait.
 """
 
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from operator import itemgetter
 from typing import Final, TypeAlias, final
 
 from jgraph.coordination.sync.aggregation import Step
+from jgraph.coordination.sync.read_line import STUCK_S, ReadLine
 from jgraph.errors import JGError
 
 TELL_S: Final = 0.02
@@ -97,6 +100,20 @@ class TellDue:
 
 @final
 @dataclass(frozen=True, slots=True)
+class ReadSent:
+    """All that a step reads here has left."""
+
+    step: Step
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TurnDue:
+    """Who waits for others to have read has waited long enough; see ``TurnLater``."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Summed:
     """What all contributed is summed here; see ``Sum``."""
 
@@ -111,6 +128,8 @@ Event: TypeAlias = (
     | UpdateApplied
     | Closed
     | TellDue
+    | ReadSent
+    | TurnDue
     | Summed
 )
 
@@ -182,6 +201,14 @@ class Choose:
 
 @final
 @dataclass(frozen=True, slots=True)
+class TurnLater:
+    """Come back with ``TurnDue`` after a while: steps wait for others to have read."""
+
+    after_s: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Sum:
     """Sum what all contributed to a version; come back with ``Summed``."""
 
@@ -189,7 +216,7 @@ class Sum:
 
 
 Instruction: TypeAlias = (
-    LetIn | Refuse | Keep | KeepOf | Drop | Tell | TellLater | Choose | Sum
+    LetIn | Refuse | Keep | KeepOf | Drop | Tell | TellLater | TurnLater | Choose | Sum
 )
 
 _REPLICA: Final = itemgetter(0)
@@ -205,6 +232,7 @@ class SyncGate:
     Args:
       version: updates applied so far.
       together: how many contributions are summed before any is told; 0: each is told.
+      line: of those who read in turn; None: all read as soon as they may.
 
     Example:
       >>> gate = SyncGate(version=3)
@@ -216,9 +244,13 @@ class SyncGate:
       []
     """
 
-    def __init__(self, version: int, together: int = 0) -> None:
+    def __init__(
+        self, version: int, together: int = 0, line: ReadLine | None = None
+    ) -> None:
         self.version = version
         self._together = together
+        self._line = line
+        self._is_awaited = False  # that somebody has read
         self._deciding = False
         self._closed: JGError | None = None
         # Steps of which nothing came yet, and at which version each reads: one that
@@ -236,6 +268,29 @@ class SyncGate:
 
     def handle(self, event: Event) -> Sequence[Instruction]:
         """Takes an event; returns what to do now."""
+        if self._line is not None:
+            return self._handle_in_turn(self._line, event)
+        return self._handle(event)
+
+    def _handle_in_turn(self, line: ReadLine, event: Event) -> Sequence[Instruction]:
+        """Does what ``_handle`` does, and lets those in whose turn it is then."""
+        match event:
+            case ReadSent(step):
+                return self._let_in(line.leave(step))
+            case TurnDue():
+                self._is_awaited = False
+                return self._let_in(line.go_past())
+            case ContributionCame(step) | StepEnded(step):
+                over: tuple[Step, ...] = (step,)
+            case TurnEnded(steps):
+                over = steps
+            case _:
+                over = ()
+        said = self._handle(event)
+        turns = [one for step in over for one in line.leave(step)]
+        return [*said, *self._let_in(tuple(turns))]
+
+    def _handle(self, event: Event) -> Sequence[Instruction]:
         # What comes of each replica at every update is first.
         if isinstance(event, ContributionCame):
             return self._take(event.step, event.slot)
@@ -251,7 +306,15 @@ class SyncGate:
         return self._move_on(event)
 
     def _move_on(
-        self, event: Decided | Voided | UpdateApplied | TellDue | Summed | Closed
+        self,
+        event: Decided
+        | Voided
+        | UpdateApplied
+        | TellDue
+        | ReadSent
+        | TurnDue
+        | Summed
+        | Closed,
     ) -> Sequence[Instruction]:
         match event:
             case Decided(steps):
@@ -263,7 +326,7 @@ class SyncGate:
                 self.version += 1
                 self._contributed.clear()
                 here, new = self._reads, self.version
-                return _let_in(tuple(s for s, at in here.items() if at == new))
+                return self._take_turns([s for s, at in here.items() if at == new])
             case TellDue() | Summed():
                 untold = self._flush()
                 if untold:  # the others are slow: who are late may wait as long again
@@ -271,6 +334,8 @@ class SyncGate:
                 return untold
             case Closed(error):
                 return self._close(error)
+            case ReadSent() | TurnDue():
+                return _NOTHING  # there is no line
 
     def _ask(self, step: Step) -> Sequence[Instruction]:
         if self._closed is not None:
@@ -296,7 +361,25 @@ class SyncGate:
         """Lets steps read at the version of now."""
         self._inside += len(steps)
         self._reads.update(dict.fromkeys(steps, self.version))
-        return _let_in(tuple(steps))
+        return self._take_turns(steps)
+
+    def _take_turns(self, steps: Sequence[Step]) -> Sequence[Instruction]:
+        """Lets steps in that may read: now, or when it is their turn."""
+        if self._line is not None:
+            steps = self._line.join(steps, self.version)
+        return self._let_in(tuple(steps))
+
+    def _let_in(self, steps: tuple[Step, ...]) -> Sequence[Instruction]:
+        said: Sequence[Instruction] = [LetIn(steps)] if steps else _NOTHING
+        waits = self._line is not None and not self._line.is_empty
+        if not waits or self._is_awaited:
+            return said
+        self._is_awaited = True
+        return [*said, TurnLater(STUCK_S)]
+
+    def _leave_line(self) -> Sequence[Step]:
+        """Returns who waits for a turn, and lets nobody wait any more."""
+        return () if self._line is None else self._line.clear()
 
     def _void(self, step: Step) -> Sequence[Instruction]:
         """Lets a replica contribute again."""
@@ -380,6 +463,8 @@ class SyncGate:
     def _choose(self, steps: Sequence[Step]) -> Sequence[Instruction]:
         untold = self._flush()
         self._deciding = True
+        # What they would read now is not the newest any more.
+        self._reads.update(dict.fromkeys(self._leave_line(), self.version + 1))
         self._enough = len(steps)
         self._tell_s = TELL_S
         self._steps_told.clear()
@@ -389,7 +474,7 @@ class SyncGate:
     def _close(self, error: JGError) -> Sequence[Instruction]:
         self._closed = error
         self._untold, self._slots = [], []
-        waiting = self._waiting
+        waiting = [*self._waiting, *self._leave_line()]
         for step in waiting:
             del self._reads[step]
         return [Refuse(step, error) for step in waiting]
@@ -406,7 +491,3 @@ class SyncGate:
 
     def _aim(self) -> None:
         self._tell_at = (self._together or self._enough or 0) - len(self._steps_told)
-
-
-def _let_in(steps: tuple[Step, ...]) -> Sequence[Instruction]:
-    return [LetIn(steps)] if steps else _NOTHING

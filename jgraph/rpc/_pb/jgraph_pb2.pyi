@@ -2960,6 +2960,7 @@ class SyncOrder(_message.Message):
     SECURE_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     HOST_SUMS_FIELD_NUMBER: _builtins.int
+    READERS_FIELD_NUMBER: _builtins.int
     gate: _builtins.str
     version: _builtins.int
     """updates applied so far"""
@@ -2969,6 +2970,8 @@ class SyncOrder(_message.Message):
     """JSON: where in the data to begin"""
     halt_s: _builtins.float
     """and go on untold after so long"""
+    readers: _builtins.int
+    """as in OpenGate"""
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """of the replicas' programs"""
@@ -3027,10 +3030,11 @@ class SyncOrder(_message.Message):
         secure: Global___SecureOrder | None = ...,
         group: Global___CollectiveGroup | None = ...,
         host_sums: Global___HostSums | None = ...,
+        readers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "group", b"group", "host_sums", b"host_sums", "rounds", b"rounds", "secure", b"secure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "data_position", b"data_position", "entropy", b"entropy", "gate", b"gate", "group", b"group", "halt_every", b"halt_every", "halt_s", b"halt_s", "handles", b"handles", "host_sums", b"host_sums", "rounds", b"rounds", "secure", b"secure", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "data_position", b"data_position", "entropy", b"entropy", "gate", b"gate", "group", b"group", "halt_every", b"halt_every", "halt_s", b"halt_s", "handles", b"handles", "host_sums", b"host_sums", "readers", b"readers", "rounds", b"rounds", "secure", b"secure", "shards", b"shards", "tasks", b"tasks", "version", b"version", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3321,6 +3325,7 @@ class OpenGate(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     HOST_SUMS_FIELD_NUMBER: _builtins.int
     HANDLES_FIELD_NUMBER: _builtins.int
+    READERS_FIELD_NUMBER: _builtins.int
     gate: _builtins.str
     synchronous: _builtins.bool
     version: _builtins.int
@@ -3332,6 +3337,8 @@ class OpenGate(_message.Message):
     run: _builtins.str
     """as in RunLoop"""
     term: _builtins.int
+    readers: _builtins.int
+    """synchronous: so many steps read at a time; 0: all that may"""
     @_builtins.property
     def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -3360,10 +3367,11 @@ class OpenGate(_message.Message):
         group: Global___CollectiveGroup | None = ...,
         host_sums: Global___HostSums | None = ...,
         handles: _abc.Iterable[_builtins.str] | None = ...,
+        readers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "group", b"group", "host_sums", b"host_sums", "max_staleness", b"max_staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "gate", b"gate", "group", b"group", "handles", b"handles", "host_sums", b"host_sums", "max_staleness", b"max_staleness", "opening", b"opening", "run", b"run", "shards", b"shards", "synchronous", b"synchronous", "term", b"term", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "gate", b"gate", "group", b"group", "handles", b"handles", "host_sums", b"host_sums", "max_staleness", b"max_staleness", "opening", b"opening", "readers", b"readers", "run", b"run", "shards", b"shards", "synchronous", b"synchronous", "term", b"term", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
     _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015

@@ -85,6 +85,10 @@ class ExchangeLink:
         """Drops queued values of a step; returns how many frames."""
         return self._outbox.backlog.withdraw(step)
 
+    def when_sent(self, callback: Callable[[], None]) -> None:
+        """Calls back once nothing is on its way, or the link has ended."""
+        self._outbox.when_sent(callback)
+
     def finish(self) -> None:
         """Lets ``run`` end when everything queued is sent."""
         self._outbox.finish()

@@ -40,6 +40,9 @@ class Link(Protocol[_Pushed_contra]):
     def withdraw(self, step: Hashable) -> int:
         """Drops queued values of a step; returns how many frames."""
 
+    def when_sent(self, callback: Callable[[], None]) -> None:
+        """Calls back once nothing is on its way, or the link has ended."""
+
     def finish(self) -> None:
         """Lets ``run`` end when everything queued is sent."""
 
@@ -118,6 +121,14 @@ class Links(Generic[_Item]):
         except NotTakingError as error:
             self._failed[link] = error
             running.cancel()
+
+    def when_sent(self, dst: TaskName, callback: Callable[[], None]) -> None:
+        """Calls back once nothing is on its way, or the link has ended."""
+        link, _ = self._links.get(dst, (None, None))
+        if link is None:
+            asyncio.get_running_loop().call_soon(callback)
+        else:
+            link.when_sent(callback)
 
     def withdraw(self, step: Hashable) -> int:
         """Drops the values of a step that wait to be sent; returns how many frames."""

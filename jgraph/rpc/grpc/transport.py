@@ -2,7 +2,7 @@
 
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from functools import partial
 from typing import Literal, TypeAlias, final
@@ -222,6 +222,10 @@ class GrpcTransport:
             return
         prepared = prepare(frame, max_frame_bytes=self._max_frame_bytes)
         self._links.push(dst, prepared)
+
+    def when_sent(self, dst: TaskName, callback: Callable[[], None]) -> None:
+        """See ``Transport.when_sent``."""
+        self._links.when_sent(dst, callback)
 
     def withdraw(self, handle: str, step_id: int) -> int:
         """Drops the posted values of a step that have not begun to leave.

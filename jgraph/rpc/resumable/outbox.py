@@ -14,6 +14,8 @@ from jgraph.rpc.sockets.pipe import Pipe, not_counted
 from jgraph.rpc.wire.codec import CHUNK_BYTES, Buffer, Encoded, encode
 
 FULL_BYTES: Final = 64 << 20
+FEW_BYTES: Final = 1 << 20
+"""So few may not be acknowledged before others are there."""
 UNACKNOWLEDGED_S: Final = 30.0
 """Who acknowledges nothing for so long does not read."""
 
@@ -91,11 +93,13 @@ class Outbox(Generic[_Item]):
         self._count = moved
         self._give_up_s = give_up_s
         self._give_up_at: float | None = None
-        self._now = asyncio.get_running_loop().time
+        loop = asyncio.get_running_loop()
+        self._now, self._soon = loop.time, loop.call_soon
         self._idle_socket: FrameSocket | None = None
         self._received: int | None = None  # to be told
         self._is_empty = asyncio.Event()
         self._is_empty.set()
+        self._when_sent: list[Callable[[], None]] = []
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._wake = asyncio.Event()
@@ -141,6 +145,21 @@ class Outbox(Generic[_Item]):
         """Waits until all has left."""
         await self._is_empty.wait()
 
+    def when_sent(self, callback: Callable[[], None]) -> None:
+        """Calls back when all is there, or was dropped: what is put in meanwhile too.
+
+        Of what left over a pipe that may break, ``FEW_BYTES`` may be on their way.
+        Never at once: what is put in then might overtake what is being written.
+        """
+        if self._is_done:
+            self._soon(callback)
+        else:
+            self._when_sent.append(callback)
+
+    @property
+    def _is_done(self) -> bool:
+        return self._is_empty.is_set() and self.sent.nbytes < FEW_BYTES
+
     def finish(self) -> None:
         """Lets ``run`` return when all has left."""
         self.is_finishing = True
@@ -151,6 +170,7 @@ class Outbox(Generic[_Item]):
         self.sent.acknowledge(received)
         self._give_up_at = None
         self._note_room()
+        self._note_done()
         if self.backlog:
             self._wake.set()
 
@@ -163,6 +183,8 @@ class Outbox(Generic[_Item]):
         """Drops everything."""
         self.backlog.clear()
         self.sent.clear()
+        self._is_empty.set()
+        self._note_done()
 
     async def run(self, pipe: Pipe, received: int = 0) -> None:
         """Sends until it is finishing, it is cancelled, or the pipe fails.
@@ -202,6 +224,13 @@ class Outbox(Generic[_Item]):
                 await pipe.write(await self._next(keep=pipe.keeps), self._moved)
         self.backlog.finish_frame()
         self._is_empty.set()
+        self._note_done()
+
+    def _note_done(self) -> None:
+        if self._when_sent and self._is_done:
+            callbacks, self._when_sent = self._when_sent, []
+            for callback in callbacks:
+                self._soon(callback)
 
     def _moved(self, nbytes: int) -> None:
         self._count(nbytes)

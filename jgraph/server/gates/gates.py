@@ -10,6 +10,7 @@ from jgraph.clock import Clock, SystemClock
 from jgraph.coordination.data.sync_data import MANY
 from jgraph.coordination.sync.admission import Admission, LetIn, StepAsked, StepEnded
 from jgraph.coordination.sync.aggregation import Contributed
+from jgraph.coordination.sync.read_line import ReadLine
 from jgraph.coordination.sync.roster import Roster
 from jgraph.coordination.sync.sync_gate import Tell
 from jgraph.errors import JGError, MalformedMessageError, TaskLostError
@@ -120,6 +121,8 @@ class Gates:
             self._opened[name] = SyncGateShell(
                 *(order.version, tell, self._call_later, Waits(self._clock), sums),
                 self._host_sums(order),
+                ReadLine(order.readers, order.handles) if order.readers else None,
+                self._transport.when_sent if order.readers else None,
                 many=len(order.handles) >= self._many,
             )
             if sums is not None:

@@ -10,6 +10,7 @@ from typing import final
 
 from jgraph.clock import SystemClock
 from jgraph.errors import JGError, StaleGradientError
+from jgraph.graph.ir import TaskName
 from jgraph.runtime.rendezvous import StepKey
 from jgraph.server.gates.waits import Waits
 
@@ -71,6 +72,9 @@ class StaleGate:
             self._revoke(step)
         else:
             self._early.add(step)
+
+    def sent(self, step: StepKey, dst: TaskName) -> None:
+        """See ``Gate``; nobody waits for that here."""
 
     def ended(self, step: StepKey, *, done: bool) -> None:
         """See ``Gate``."""

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, TypeAlias, final
 
 from jgraph.clock import SystemClock
+from jgraph.coordination.sync.read_line import ReadLine
 from jgraph.coordination.sync.sync_gate import (
     Choose,
     Closed,
@@ -17,6 +18,7 @@ from jgraph.coordination.sync.sync_gate import (
     Keep,
     KeepOf,
     LetIn,
+    ReadSent,
     Refuse,
     StepAsked,
     StepEnded,
@@ -26,7 +28,9 @@ from jgraph.coordination.sync.sync_gate import (
     Tell,
     TellDue,
     TellLater,
+    TurnDue,
     TurnEnded,
+    TurnLater,
     UpdateApplied,
     Voided,
 )
@@ -42,6 +46,8 @@ from jgraph.server.gates.waits import Waits
 if TYPE_CHECKING:
     from jgraph.server.gates.group_sums import GroupSums
     from jgraph.server.gates.host_sums import HostSums
+
+WhenSent: TypeAlias = Callable[[TaskName, Callable[[], None]], None]
 
 
 @final
@@ -73,6 +79,8 @@ class SyncGateShell:
         here.
       host_sums: sums what leaves this host, and has the sums of others; None: there
         are none.
+      line: of those who read in turn; None: all read as soon as they may.
+      when_sent: see ``Transport.when_sent``.
       many: there are many replicas; what comes in a turn of the event loop is taken
         together.
     """
@@ -85,6 +93,8 @@ class SyncGateShell:
         waits: Waits | None = None,
         sums: "GroupSums | None" = None,
         host_sums: "HostSums | None" = None,
+        line: ReadLine | None = None,
+        when_sent: WhenSent | None = None,
         *,
         many: bool = False,
     ) -> None:
@@ -92,7 +102,9 @@ class SyncGateShell:
         self.sums = sums
         self.host_sums = host_sums
         together = 0 if sums is None else sums.contributions
-        self._machine = SyncGate(version, together=together)
+        self._machine = SyncGate(version, together=together, line=line)
+        self._when_sent = when_sent if line is not None else None
+        self._turn_timer: Timer | None = None
         self._tell = tell
         self._call_later = call_later
         self._timer: Timer | None = None
@@ -183,6 +195,15 @@ class SyncGateShell:
             return self.host_sums.chosen(chosen)
         return Chosen(chosen)
 
+    def sent(self, step: StepKey, dst: TaskName) -> None:
+        """See ``Gate``."""
+        if self._when_sent is not None:
+            self._when_sent(dst, partial(self._has_read, step))
+
+    def _has_read(self, step: StepKey) -> None:
+        if self._when_sent is not None:  # else the gate was dropped meanwhile
+            self._handle(ReadSent(step))
+
     def ended(self, step: StepKey, *, done: bool) -> None:
         """See ``Gate``."""
         self._asking.pop(step, None)
@@ -264,6 +285,9 @@ class SyncGateShell:
         if turn is not None:
             self._keep(turn, ())
         self._end_timer()
+        self._when_sent = None
+        if self._turn_timer is not None:
+            self._turn_timer.cancel()
         self._end_sums()
 
     def _end_sums(self) -> None:
@@ -296,6 +320,9 @@ class SyncGateShell:
                 self._end_timer()
                 due = partial(self._handle, TellDue())
                 self._timer = self._call_later(after_s, due)
+            case TurnLater(after_s):
+                over = partial(self._handle, TurnDue())
+                self._turn_timer = self._call_later(after_s, over)
             case Keep() | Drop() | Sum() | Choose():
                 self._change(instruction)
 

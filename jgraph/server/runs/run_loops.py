@@ -139,6 +139,7 @@ async def open_round_gates(
         group=sync.group if sync.HasField("group") else None,
         host_sums=sync.host_sums if sync.HasField("host_sums") else None,
         handles=sync.handles,
+        readers=sync.readers,
     )
     for shard in map(TaskName, sync.shards):
         request = frame(open_gate=gate)

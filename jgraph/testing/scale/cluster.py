@@ -298,18 +298,33 @@ class SimulatedCluster:
 
     # ------------------------------------------------------------ steps of workers
 
-    def send_values(self, group: PsGroup, worker: SimulatedWorker, then: Act) -> None:
-        """Lets a ps send what a step reads; ``then`` when the step has computed."""
-        self._send_piece(0, group, worker, then)
+    def send_values(
+        self, group: PsGroup, worker: SimulatedWorker, then: Act, sent: Act = nothing
+    ) -> None:
+        """Lets a ps send what a step reads.
+
+        Args:
+          group: which.
+          worker: of the step.
+          then: called when the step has computed.
+          sent: called when all that it reads here has left.
+        """
+        self._send_piece(0, group, worker, then, sent)
 
     def _send_piece(
-        self, number: int, group: PsGroup, worker: SimulatedWorker, then: Act
+        self,
+        number: int,
+        group: PsGroup,
+        worker: SimulatedWorker,
+        then: Act,
+        sent: Act,
     ) -> None:
         """Sends what a piece reads, and then what those after it do."""
         if number == len(self._parts):
+            sent()
             return
         costs, share = self.costs, self._parts[number].read
-        onward = partial(self._send_piece, number + 1, group, worker, then)
+        onward = partial(self._send_piece, number + 1, group, worker, then, sent)
         here = partial(self._group_came, number, worker, then)
         if number and not share:
             worker.processor.run(0.0, here)

@@ -111,6 +111,7 @@ def simulate(
     cores: float | None = None,
     seed: int = 0,
     sharded: bool = False,
+    max_readers: int | None = None,
 ) -> Simulated:
     """Returns what a cluster would do with a plan.
 
@@ -130,6 +131,8 @@ def simulate(
       seed: the same one gives the same run.
       sharded: large variables are cut into as many shards as there are ps, as by
         ``jg.min_max_variable_partitioner``.
+      max_readers: how many workers read from a ps at a time, of a synchronous run; all
+        if unset.
 
     Raises:
       ConfigError: numbers that mean nothing, or a plan that says nothing of ps.
@@ -141,6 +144,11 @@ def simulate(
       (4, 20, 80)
     """
     _check(workers, ps, mode, steps, backup_workers, max_staleness, cores)
+    if max_readers is not None and (mode != "sync" or max_readers < 1):
+        raise ConfigError(
+            f"max_readers is {max_readers}, and mode '{mode}'; it is 1 or more, of "
+            "mode 'sync'"
+        )
     step = plan.traffic() if isinstance(plan, Plan) else plan
     if not step.on_ps or not step.read + step.written:
         raise ConfigError(
@@ -167,6 +175,7 @@ def simulate(
             cores=cores,
             seed=seed,
             sharded=sharded,
+            max_readers=max_readers,
         )
         rates = _rates(lambda count: few(ps=count))
         ps = _enough(rates)
@@ -186,7 +195,8 @@ def simulate(
         sim, costs, shares, workers, computing, message, seed, cores, parts
     )
     if mode == "sync":
-        return _synchronous(cluster, steps, workers - backup_workers, notes)
+        readers = 0 if max_readers is None else max_readers
+        return _synchronous(cluster, steps, workers - backup_workers, readers, notes)
     return _asynchronous(cluster, steps, max_staleness, notes)
 
 
@@ -298,19 +308,23 @@ def _check(
 
 
 def _synchronous(
-    cluster: SimulatedCluster, steps: int, wanted: int, notes: Sequence[str]
+    cluster: SimulatedCluster,
+    steps: int,
+    wanted: int,
+    readers: int,
+    notes: Sequence[str],
 ) -> Simulated:
-    run = SynchronousRun(cluster, steps, wanted)
+    run = SynchronousRun(cluster, steps, wanted, readers)
     run.run()
     updates = _lengths(run.ended)
     return Simulated(
         mode="sync",
         workers=len(cluster.workers),
         ps=cluster.ps,
-        seconds=cluster.sim.now,
+        seconds=run.seconds,
         step_s=_percentiles(updates),
         steps_per_s=wanted / statistics.fmean(updates),
-        busy=cluster.busy(cluster.sim.now),
+        busy=cluster.busy(run.seconds),
         machine_s=_each(run.cpu_s, steps),
         dropped=run.dropped,
         ledger={

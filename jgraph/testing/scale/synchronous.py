@@ -10,6 +10,7 @@ from jgraph.coordination.data.slots import Lease, Part, SlotPlan
 from jgraph.coordination.data.sync_data import SyncData, rounds_for
 from jgraph.coordination.sync import aggregation, sync_gate
 from jgraph.coordination.sync.aggregation import Arbiter, Contributed, DataAsked
+from jgraph.coordination.sync.read_line import ReadLine
 from jgraph.coordination.sync.sync_gate import SyncGate, Tell
 from jgraph.errors import RunOverError
 from jgraph.testing.scale.cluster import (
@@ -17,7 +18,7 @@ from jgraph.testing.scale.cluster import (
     SimulatedCluster,
     SimulatedWorker,
 )
-from jgraph.testing.scale.queues import Act
+from jgraph.testing.scale.queues import Act, nothing
 
 _ASK_AGAIN_S: Final = 0.05
 
@@ -30,6 +31,7 @@ class SynchronousRun:
       cluster: where.
       updates: how many.
       wanted: contributions of an update.
+      readers: how many workers read from a ps at a time; 0: all.
 
     Attributes:
       ended: when updates were applied everywhere.
@@ -38,7 +40,9 @@ class SynchronousRun:
       frames: in which the first ps was told of contributions.
     """
 
-    def __init__(self, cluster: SimulatedCluster, updates: int, wanted: int) -> None:
+    def __init__(
+        self, cluster: SimulatedCluster, updates: int, wanted: int, readers: int = 0
+    ) -> None:
         self._cluster, self._costs = cluster, cluster.costs
         self._workers = {w.name: w for w in cluster.workers}
         # So many that nobody's share of them bounds what it holds ahead.
@@ -51,7 +55,13 @@ class SynchronousRun:
         self._arbiter = Arbiter(
             shards, tasks, data, wanted=wanted, version=0, steps=updates
         )
-        self._gates = {group: SyncGate(version=0) for group in cluster.groups}
+        self._gates = {
+            group: SyncGate(
+                version=0, line=ReadLine(readers, self._workers) if readers else None
+            )
+            for group in cluster.groups
+        }
+        self._readers, self._last_s = readers, 0.0
         self._slots: dict[aggregation.Step, int] = {}
         self._applying = self.frames = 0
         self.ended: list[float] = []
@@ -63,6 +73,11 @@ class SynchronousRun:
         for worker in self._cluster.workers:
             self._ask(worker)
         self._cluster.sim.run()
+
+    @property
+    def seconds(self) -> float:
+        """Of virtual time, without what is looked at later and changes nothing."""
+        return self._last_s if self._readers else self._cluster.sim.now
 
     @property
     def dropped(self) -> int:
@@ -114,7 +129,10 @@ class SynchronousRun:
     def _let_in(self, group: PsGroup, step: aggregation.Step) -> None:
         worker = self._workers[step[0]]
         computed = partial(self._computed, worker, step)
-        self._cluster.send_values(group, worker, computed)
+        sent = nothing
+        if self._readers:
+            sent = partial(self._gate, group, sync_gate.ReadSent(step))
+        self._cluster.send_values(group, worker, computed, sent)
 
     def _computed(self, worker: SimulatedWorker, step: aggregation.Step) -> None:
         worker.done += 1
@@ -133,29 +151,36 @@ class SynchronousRun:
     # ------------------------------------------------------------ gates
 
     def _gate(self, group: PsGroup, *events: sync_gate.Event) -> None:
-        gate, sets = self._gates[group], list[Tell]()
+        gate = self._gates[group]
+        if not isinstance(events[0], sync_gate.TurnDue):
+            self._last_s = self._cluster.sim.now
         began = time.process_time() if group is self._cluster.leader else 0.0
         said = [i for event in events for i in gate.handle(event)]
         if group is self._cluster.leader:
             self.cpu_s["gate"] += time.process_time() - began
+        sets = [one for one in said if isinstance(one, Tell)]
         for instruction in said:
-            match instruction:
-                case Tell():
-                    sets.append(instruction)
-                case sync_gate.LetIn(steps):
-                    for step in steps:
-                        self._let_in(group, step)
-                case sync_gate.TellLater(after_s):
-                    due = partial(self._gate, group, sync_gate.TellDue())
-                    self._cluster.sim.later(after_s, due)
-                case sync_gate.Refuse(step):
-                    self._workers[step[0]].is_over = True
-                case sync_gate.Choose():
-                    self._apply(group)
-                case _:
-                    pass
+            self._perform(group, instruction)
         for one in sets:
             self._tell(group, one)
+
+    def _perform(self, group: PsGroup, instruction: sync_gate.Instruction) -> None:
+        match instruction:
+            case sync_gate.LetIn(steps):
+                for step in steps:
+                    self._let_in(group, step)
+            case sync_gate.TellLater(after_s):
+                due = partial(self._gate, group, sync_gate.TellDue())
+                self._cluster.sim.later(after_s, due)
+            case sync_gate.TurnLater(after_s):
+                over = partial(self._gate, group, sync_gate.TurnDue())
+                self._cluster.sim.later(after_s, over)
+            case sync_gate.Refuse(step):
+                self._workers[step[0]].is_over = True
+            case sync_gate.Choose():
+                self._apply(group)
+            case _:
+                pass
 
     def _tell(self, group: PsGroup, news: Tell) -> None:
         events = [

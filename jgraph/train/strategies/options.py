@@ -15,6 +15,7 @@ from jgraph.train.step.compress import GradientDtype, check_gradient_dtype
 from jgraph.train.strategies.batch_share import BatchShare, check_share
 from jgraph.train.strategies.elastic import Elastic, check_elastic
 from jgraph.view import markup
+from jgraph.view.units import count_text
 
 Dense: TypeAlias = Literal["ps", "workers", "xla", "auto"]
 """Who holds dense parameters: see ``SyncPS``."""
@@ -171,6 +172,13 @@ class SyncPS:
         data that workers read, and tables that travel whole.
       privacy: hides what each example adds to the model, see ``Privacy``. The noise is
         drawn on the ps that counts the updates, once for each.
+      max_readers: how many workers read from a ps at a time; the others wait for their
+        turn. So the first ones compute and send while others still read, and the
+        network of a ps is busy both ways: for large models and many more workers than
+        ps, where that network is the limit. One and a half times as many as ps are
+        enough if all hosts have the same network, and too few if that of a ps is
+        faster than a worker's; ``jgraph simulate --max-readers`` tells what it brings.
+        None: all read at once.
 
     Raises:
       ConfigError: a number outside what is possible.
@@ -193,6 +201,7 @@ class SyncPS:
     elastic: Elastic | None = None
     batch_share: BatchShare = "even"
     privacy: Privacy | None = None
+    max_readers: int | None = None
 
     def __post_init__(self) -> None:
         _check_shared(self)
@@ -208,7 +217,13 @@ class SyncPS:
             raise ConfigError(
                 f"backup_workers is {backups!r}; give a whole number, 0 or more"
             )
-        as_ints(self, "replicas_to_aggregate", "backup_workers")
+        readers = self.max_readers
+        if readers is not None and not is_count(readers, 1):
+            raise ConfigError(
+                f"max_readers is {readers!r}; at least 1 worker reads at a time, leave "
+                "it out to let all read at once"
+            )
+        as_ints(self, "replicas_to_aggregate", "backup_workers", "max_readers")
         check_share(
             *(self.batch_share, self.elastic),
             replicas_to_aggregate=replicas,
@@ -248,6 +263,14 @@ class SyncPS:
             raise ConfigError(
                 f"cost_model is {model!r:.60}; give what jg.CostModel.load(path) reads"
             )
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the plan."""
+        if self.max_readers is None:
+            return []
+        who = count_text(self.max_readers, "worker")
+        return [f"max_readers: at most {who} at a time, where more may read from a ps"]
 
     def contributions(self, workers: int) -> int:
         """Returns how many contributions a step of so many workers takes.

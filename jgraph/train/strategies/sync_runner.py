@@ -222,7 +222,7 @@ class SyncRunner:
         reads = {v.name for p in apply_program.partitions for v in p.variables}
         reads = {name for name in reads if name.startswith(MEAN)}
         graph = sync.gradient_graph(reads)
-        notes = [*step.arrangement.notes(step.variables)]
+        notes = [*step.arrangement.notes(step.variables), *self._strategy.notes]
         # A worker that holds variables has a part of its own in the step of each.
         owns = bool(step.owners)
         parts: GroupParts | None = None
@@ -293,6 +293,7 @@ class SyncRunner:
             term=1,
             group=prepared.group,
             host_sums=prepared.host_sums,
+            readers=self._strategy.max_readers or 0,
             handles=prepared.handles[: len(self._workers.tasks)],
         )
         limit = self._strategy.step_timeout_s
@@ -331,6 +332,7 @@ class SyncRunner:
             sums=sums,
             group=prepared.group,
             host_sums=prepared.host_sums,
+            readers=self._strategy.max_readers or 0,
         )
         arbiter = LoopRequest(
             task=shards[0],

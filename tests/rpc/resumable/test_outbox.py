@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.resumable import numbers as resumable_numbers, outbox
 from jgraph.rpc.resumable.backlog import Backlog
-from jgraph.rpc.resumable.outbox import Outbox, as_it_is
+from jgraph.rpc.resumable.outbox import FEW_BYTES, Outbox, as_it_is
 from jgraph.rpc.sockets.pipe import StreamPipe
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.codec import Encoded, encode
@@ -135,5 +136,49 @@ def test_one_who_acknowledges_nothing_does_not_fill_the_memory(
         with pytest.raises(NotTakingError, match=r"was acknowledged for 0\.05 s"):
             await box.run(StreamPipe(count))
         assert left < 3 << 20
+
+    asyncio.run(main())
+
+
+def test_who_waits_until_all_is_there_is_told_when_it_is_acknowledged() -> None:
+    """Not when it has left, and not if the stream fails: then it is sent again."""
+
+    async def main() -> None:
+        box, told, writes = Outbox[Encoded](Backlog(), as_it_is), list[str](), 0
+
+        async def write(chunk: bytes) -> None:
+            nonlocal writes
+            writes += 1
+            await asyncio.sleep(0)
+            if writes == 2:
+                raise BrokenError
+
+        for number in range(3):
+            box.put(encode(step(number, np.zeros(FEW_BYTES, "u1"))))
+        box.when_sent(partial(told.append, "all"))
+        with pytest.raises(BrokenError):
+            await box.run(StreamPipe(write))
+        sending = asyncio.create_task(box.run(StreamPipe(write)))
+        await box.flushed()
+        for received in (1, 2):
+            box.acknowledge(received)
+            await asyncio.sleep(0)
+            assert not told
+        box.acknowledge(3)
+        assert not told  # later
+        await asyncio.sleep(0)
+        assert told == ["all"]
+        box.put(encode(step(3)))  # so few bytes are acknowledged with others
+        box.when_sent(partial(told.append, "little"))
+        await box.flushed()
+        await asyncio.sleep(0)
+        assert told == ["all", "little"]
+        sending.cancel()
+        await asyncio.wait([sending])
+        box.put(encode(step(4, np.zeros(FEW_BYTES, "u1"))))
+        box.when_sent(partial(told.append, "none"))
+        box.clear()  # nothing of it leaves any more
+        await asyncio.sleep(0)
+        assert told == ["all", "little", "none"]
 
     asyncio.run(main())

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from jgraph.coordination.sync.aggregation import Contributed
 from jgraph.errors import JGError, RunOverError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.frames import body_of
+from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.status import to_status
 from jgraph.rpc.transport import Frame
 from jgraph.runtime.gate import Gate
@@ -228,6 +229,38 @@ def test_of_many_replicas_a_gate_takes_at_once_what_comes_in_a_turn() -> None:
     for callback in later:
         callback()
     assert len(heard) == 99
+
+
+def test_steps_read_in_turn_as_what_those_before_them_read_has_left() -> None:
+    async def run() -> None:
+        network, opened = InProcessNetwork(), dict[str, Gate]()
+        host, other = Host(network, FIRST, opened), Host(network, OTHER, {})
+        peers = {h.task: await h.transport.start(h) for h in (host, other)}
+        host.transport.set_peers(peers)
+        order = pb.OpenGate(readers=1, handles=["w0", "w1", "w2"])
+        order.MergeFrom(OPEN)
+        host.gates.open(order)
+        gate, reads = opened["g"], asyncio.Queue[str]()
+        for handle in order.handles:
+            let_in = partial(reads.put_nowait, handle)
+            gate.ask((handle, 0), let_in, lambda error: None)
+        assert (reads.get_nowait(), reads.empty()) == ("w0", True)
+        host.transport.post(OTHER, frame(gate_event=pb.GateEvent(gate="none")))
+        gate.sent(("w0", 0), OTHER)
+        assert reads.empty()  # it has not left yet
+        async with asyncio.timeout(10):
+            assert await reads.get() == "w1"
+        gate.sent(("w1", 0), OTHER)
+        host.gates.drop(["g"])
+        left = asyncio.Event()
+        host.transport.when_sent(OTHER, left.set)
+        async with asyncio.timeout(10):
+            await left.wait()
+        assert reads.empty()  # nobody reads at a gate that is no more
+        for each in (host, other):
+            await each.transport.close()
+
+    asyncio.run(run())
 
 
 def test_a_contribution_waits_a_moment_for_others_to_be_told_with() -> None:

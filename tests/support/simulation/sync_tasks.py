@@ -1,5 +1,6 @@
 """Simulated ps of synchronous training, and their gates."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -9,6 +10,7 @@ from jgraph.coordination.run.succession import MasterTerms
 from jgraph.coordination.sync import host_sums, sync_gate
 from jgraph.coordination.sync.aggregation import DataAsked, Step
 from jgraph.coordination.sync.host_sums import HostSums
+from jgraph.coordination.sync.read_line import ReadLine
 from jgraph.coordination.sync.sync_gate import SyncGate
 from jgraph.errors import (
     CopyLostError,
@@ -30,6 +32,11 @@ if TYPE_CHECKING:
     from tests.support.simulation.sync_world import SyncWorld
 
 _APPLY_S: Final = 0.01
+_LEAVES_S, _UNHEARD = 0.05, 0.1
+WAITED_FOR: Final[Mapping[type, sync_gate.Event]] = {
+    sync_gate.TellLater: sync_gate.TellDue(),
+    sync_gate.TurnLater: sync_gate.TurnDue(),
+}
 _CUTS: Final = 0.02
 """How often a log begins anew when something was written."""
 _IDS: Final = 10**6
@@ -100,7 +107,9 @@ class GatedShard:
         """Opens a gate in place of the one before."""
         self.settle()
         self.opening = number
-        self.gate = SyncGate(version)
+        readers = self.world.readers
+        line = ReadLine(readers, self.world.present.values()) if readers else None
+        self.gate = SyncGate(version, line=line)
         self.sums = HostSums(version, own=[self.task])
         self.came_sums: dict[tuple[int, TaskName], tuple[Contributed, ...]] = {}
         self.parts: dict[tuple[Step, TaskName], Contributed] = {}
@@ -282,6 +291,7 @@ class GatedShard:
                         loop, number = of_loop(step)
                         value = ("value", loop, self.life, number, self.gate.version)
                         self.send(self.readers.pop(step), (*value, *self.read()))
+                        self.leave(step)
                 case sync_gate.Refuse(step, error):
                     loop, number = of_loop(step)
                     lost = str(error.details.get("task", ""))
@@ -295,8 +305,9 @@ class GatedShard:
                 case sync_gate.Tell(steps, version, slots):
                     told = self.said("contributed", steps, version, slots)
                     self.tell(self.world.deciding, told)
-                case sync_gate.TellLater(after_s):
-                    self.world.sim.later(after_s, partial(self.due, self.gate))
+                case sync_gate.TellLater() | sync_gate.TurnLater():
+                    due = partial(self.due, self.gate, WAITED_FOR[type(instruction)])
+                    self.world.sim.later(instruction.after_s, due)
                 case sync_gate.Choose(chosen):
                     self.chosen = steps = tuple(chosen)
                     parts = [self.parts.get((step, self.task)) for step in steps]
@@ -346,10 +357,17 @@ class GatedShard:
         if self.process.alive and self.newest.get(owner) is said:
             self.tell(owner, said)
 
-    def due(self, gate: sync_gate.SyncGate) -> None:
-        """Contributions have waited long enough to be told."""
+    def due(self, gate: sync_gate.SyncGate, event: sync_gate.Event) -> None:
+        """Something has been waited for long enough, or has happened meanwhile."""
         if gate is self.gate and self.process.alive:
-            self.take(sync_gate.TellDue())
+            self.take(event)
+
+    def leave(self, step: Step) -> None:
+        """What a step reads leaves; now and then nobody hears of that."""
+        chance = self.world.sim.chance
+        if self.world.readers and chance.random() > _UNHEARD:
+            sent = partial(self.due, self.gate, sync_gate.ReadSent(step))
+            self.world.sim.later(chance.random() * _LEAVES_S, sent)
 
     def apply(self, life: int, chosen: list[Contributed]) -> None:
         """Applies the mean of these; each was computed from just these variables."""

@@ -61,6 +61,7 @@ class SyncWorld(FaultyRun[GatedShard]):
       durability: what is kept of each ps; see ``AsyncPS``.
       hosts: each has as many workers, and as many ps, and contributions are summed on
         them; 0: they are not.
+      readers: how many read from a ps at a time; 0: all that may.
 
     Attributes:
       pauses: how often a loop that decides did not hear of its master for too long.
@@ -82,8 +83,11 @@ class SyncWorld(FaultyRun[GatedShard]):
         delay_s: float,
         durability: Durability = "checkpoint",
         hosts: int = 0,
+        readers: int = 0,
     ) -> None:
         self.durability = durability
+        self.readers = readers
+        self.present: dict[TaskName, str] = {}
         self.hosts = hosts
         self.disks: dict[TaskName, list[Record]] = {}
         self.kept_on = self.differed = self.copies_lost = 0
@@ -165,7 +169,7 @@ class SyncWorld(FaultyRun[GatedShard]):
         self.position = position
         self.version = len(histories[self.deciding])
         self.unopened: set[TaskName] = set()
-        self.present: dict[TaskName, str] = {}
+        self.present = {}
         self.back: dict[TaskName, float] = {}
         for task in self.workers:
             self.admit(task)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import jgraph as jg
+from jgraph.coordination.sync.read_line import STUCK_S
 from jgraph.errors import ConfigError
 from jgraph.plan.auto.cost_model import Link
 from jgraph.plan.auto.work import Work
@@ -79,6 +80,28 @@ def test_updates_take_as_long_as_the_bytes_of_all_workers_on_the_network_of_the_
     assert found.busy["network of a ps"] == pytest.approx(0.5, rel=0.01)
 
 
+@pytest.mark.parametrize("ps", [1, 4])
+def test_of_workers_that_read_in_turn_only_the_last_write_when_nobody_reads(
+    ps: int,
+) -> None:
+    """As many read at a time as fill the network of the ps: the last ones write alone.
+
+    All ps take them in one order, so that a worker has all that it reads at once.
+    """
+    workers, nbytes, rate = 32, 8_000_000, 1e9
+    found = simulate(
+        dense_step(nbytes),
+        workers=workers,
+        ps=ps,
+        costs=FREE,
+        steps=5,
+        max_readers=ps,
+    )
+    there, back = workers * nbytes / (ps * rate), nbytes / rate
+    assert found.step_s["p50"] == pytest.approx(there + back, rel=0.02)
+    assert found.seconds < STUCK_S  # what is looked at after that is not of it
+
+
 def test_asynchronous_steps_share_the_network_of_the_ps() -> None:
     workers, nbytes, rate = 32, 8_000_000, 1e9
     found = simulate(
@@ -105,7 +128,8 @@ def run(seed: int, mode: Any, **options: Any) -> Any:
     )
 
 
-KINDS = [("sync", {}), ("sync", {"backup_workers": 3}), ("async", {})]
+KINDS: list[tuple[Any, Any]] = [("sync", {}), ("sync", {"backup_workers": 3})]
+KINDS += [("async", {}), ("sync", {"backup_workers": 3, "max_readers": 2})]
 KINDS += [("async", {"max_staleness": 8})]
 
 
@@ -256,6 +280,8 @@ def test_what_is_shown_says_that_it_is_simulated_of_what_and_what_is_left_out() 
         ({"backup_workers": 2}, "at least one worker is no backup"),
         ({"mode": "async", "backup_workers": 1}, "waits for nobody"),
         ({"max_staleness": 1}, "of mode 'async'"),
+        ({"max_readers": 0}, "max_readers is 0"),
+        ({"max_readers": 1, "mode": "async"}, "of mode 'sync'"),
         ({"cores": 0.0}, "cores is 0.0; give a number above 0"),
     ],
 )

@@ -152,6 +152,18 @@ def test_same_run_twice_gives_the_same_bits(cluster: Cluster) -> None:
     assert runs[0] == runs[1]
 
 
+def test_workers_that_read_in_turn_train_to_the_same_bits(cluster: Cluster) -> None:
+    runs = []
+    for readers in (None, 1):
+        strategy = SyncPS(max_readers=readers, step_timeout_s=20)
+        there = trainer(cluster, model=NnxNorm, strategy=strategy)
+        runs.append(fit(there, 8).metrics("loss")["value"].tolist())
+        noted = "max_readers: at most 1 worker at a time" in str(there.plan())
+        assert noted == (readers == 1)
+        there.close()
+    assert runs[0] == runs[1]
+
+
 class Many(nnx.Module):
     """So many small parameters that they travel, and are updated, as one array."""
 
@@ -316,6 +328,8 @@ def test_plan_shows_what_is_contributed(cluster: Cluster) -> None:
         ({"replicas_to_aggregate": 2, "backup_workers": 1}, "start more, or ask"),
         ({"replicas_to_aggregate": 0}, "replicas_to_aggregate is 0"),
         ({"backup_workers": -1}, "backup_workers is -1"),
+        ({"max_readers": 0}, "max_readers is 0; at least 1 worker reads at a time"),
+        ({"max_readers": 0.5}, "max_readers is 0.5"),
         ({"backup_workers": 0.5}, "backup_workers is 0.5; give a whole number"),
         ({"replicas_to_aggregate": 1.5}, "replicas_to_aggregate is 1.5"),
         ({"step_timeout_s": 0}, "step_timeout_s is 0"),
@@ -328,7 +342,8 @@ def test_more_workers_than_there_are_is_refused(
         fit(trainer(cluster, strategy=SyncPS(**options)), 1)
 
 
-def test_worker_that_leaves_does_not_stop_the_run() -> None:
+@pytest.mark.parametrize("readers", [None, 1])
+def test_worker_that_leaves_does_not_stop_the_run(readers: int | None) -> None:
     servers = Servers(ps=2, worker=3)
     lost = "/job:worker/task:2"
 
@@ -339,7 +354,8 @@ def test_worker_that_leaves_does_not_stop_the_run() -> None:
         return bool(run.metrics("contributions")["value"][-1] == 2)
 
     with connect(servers.server("/job:ps/task:0").target, timeout_s=20) as cluster:
-        there = trainer(cluster)
+        strategy = SyncPS(max_readers=readers, step_timeout_s=20)
+        there = trainer(cluster, strategy=strategy)
         run = fit(there, 10**6, callbacks=[after(11, leave), once(it_left)])
         counts = run.metrics("contributions")["value"]
         assert run.steps == len(counts)
