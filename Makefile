@@ -27,6 +27,7 @@ nightly: fuzz
 	$(BIN)/python -m pytest -n auto --dist worksteal -m nightly
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n auto --dist worksteal \
 		-m "hypothesis and not nightly and not chaos"
+	JGRAPH_SIMULATIONS=400 $(BIN)/python -m pytest -n auto --dist worksteal tests/simulation
 
 # Faults that need minutes; two at a time, as most of that is waiting. Then tasks killed and
 # frozen by a seed that is printed: CHAOS_SEED=7 make chaos

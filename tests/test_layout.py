@@ -3,7 +3,8 @@
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set as AbstractSet
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,15 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def imports_of(path: Path) -> set[str]:
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imports_of(path: Path) -> AbstractSet[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -90,18 +97,18 @@ def test_every_package_says_what_it_is(folder: str) -> None:
         init = package / "__init__.py"
         assert init.is_file(), f"{name(package)} has no __init__.py"
         if "_pb" not in package.parts:
-            assert ast.get_docstring(ast.parse(init.read_text("utf-8"))), name(init)
+            assert ast.get_docstring(tree_of(init)), name(init)
 
 
 def test_every_module_has_a_docstring() -> None:
     for path in PACKAGE:
-        assert ast.get_docstring(ast.parse(path.read_text("utf-8"))), name(path)
+        assert ast.get_docstring(tree_of(path)), name(path)
 
 
 def test_first_lines_are_what_a_specialist_would_search_for() -> None:
     asks = re.compile(r"(?:Whether|Which|What|Who|Whose|Whom|Where|When|How|Why)\b")
     for path in PACKAGE:
-        doc = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+        doc = ast.get_docstring(tree_of(path)) or ""
         assert not asks.match(doc), f"{name(path)}: {doc.splitlines()[0]}"
 
 
@@ -125,7 +132,7 @@ def test_values_have_nouns_for_names() -> None:
     ]
     counters = {("jgraph/runtime/store/hash_shard.py", "found")}  # rows of a look-up
     for path in PACKAGE:
-        for value, is_local in values(ast.parse(path.read_text("utf-8"))):
+        for value, is_local in values(tree_of(path)):
             word = value.strip("_")
             # In a function the line above says what is looked for.
             vague = PARTICIPLES.fullmatch(word) or (word == "found" and not is_local)
@@ -148,7 +155,7 @@ def module_graph() -> dict[str, set[str]]:
     }
     del modules["jgraph"]  # its names are imported at first use
     return {
-        module: imports_of(path) & modules.keys() - {module}
+        module: set(imports_of(path) & modules.keys() - {module})
         for module, path in modules.items()
     }
 
@@ -211,7 +218,7 @@ def test_the_architecture_page_has_a_line_of_each_package() -> None:
 def machines() -> Iterator[tuple[Path, str]]:
     """State machines of the cluster: the module of each, and its class."""
     for path in (ROOT / "jgraph/coordination").glob("*/*.py"):
-        for node in ast.parse(path.read_text("utf-8")).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef):
                 methods = {getattr(part, "name", "") for part in node.body}
                 doc = ast.get_docstring(node) or ""

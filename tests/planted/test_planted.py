@@ -1072,6 +1072,7 @@ def run_with(bug: Bug, where: Path) -> subprocess.CompletedProcess[str]:
             **os.environ,
             "PYTHONPATH": str(where),
             "JGRAPH_SIMULATION": str(bug.first),
+            "JGRAPH_SIMULATIONS": "200",
         },
         capture_output=True,
         text=True,
