@@ -15,6 +15,7 @@ from jgraph.client.feeding import as_result, feed_arrays
 from jgraph.client.programs import STEP_S, Programs
 from jgraph.client.variables import VariableDirectory, shards_of
 from jgraph.errors import ConfigError, UninitializedError, VariableMismatchError
+from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName, VariableKey, VariableSpec
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Initializer, Variable
@@ -32,6 +33,9 @@ _LARGE_BYTES = 1 << 30
 _LOOK_ELEMENTS = 1 << 16
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
+# A run reads its state at each end of a fit, and its step more often.
+_KEPT_PLANS = 4
+
 _logger = logging.getLogger(__name__)
 
 # Random numbers are made at 50 MB/s and more by one core, and a table has many.
@@ -45,6 +49,7 @@ class VariableValues:
     def __init__(self, variables: VariableDirectory, programs: Programs) -> None:
         self._variables = variables
         self._programs = programs
+        self._reads: dict[Any, tuple[Graph, Program]] = {}
 
     def initialize(self, variables: Sequence[Variable], *, again: bool = False) -> None:
         """Gives variables their initial values.
@@ -96,10 +101,7 @@ class VariableValues:
         self._variables.look_up(v.spec for v in variables)
         values: dict[VariableKey, Any] = {}
         for piece in in_pieces(shards_of(variables)):
-            new = self.run_once(
-                *("read", partial(values_of, piece), piece),
-                driver=self._owner_of_large(piece),
-            )
+            new = self._read(piece, self._owner_of_large(piece))
             values |= zip((v.spec.key for v in piece), new, strict=True)
         return {v.name: joined(v, values) for v in variables}
 
@@ -131,10 +133,45 @@ class VariableValues:
           *args: what it takes.
           driver: is asked to run it; the master if unset.
         """
+        graph, program = self._planned(name, fn, variables, *args, driver=driver)
+        return self._run(graph, program, variables, *args, driver=driver)
+
+    def _read(self, piece: Sequence[Variable], driver: TaskName | None) -> list[Any]:
+        """Returns the values of variables; who reads the same again has its plan."""
+        surroundings = self._variables.surroundings(piece)
+        key = (surroundings, driver, *(v.spec for v in piece))
+        known = self._reads.pop(key, None) if surroundings else None
+        planned = known or self._planned(
+            "read", partial(values_of, piece), piece, driver=driver
+        )
+        if surroundings:
+            self._reads[key] = planned
+            while len(self._reads) > _KEPT_PLANS:
+                self._reads.pop(next(iter(self._reads)), None)
+        found: list[Any] = self._run(*planned, piece, driver=driver)
+        return found
+
+    def _planned(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        variables: Sequence[Variable],
+        *args: Any,
+        driver: TaskName | None,
+    ) -> tuple[Graph, Program]:
         with types_of(variables):
             graph, _ = trace(fn, *args, variables=variables, name=name)
-            plan = self._variables.plan(graph, driver)
-        handle = self._programs.register(plan.program)
+            return graph, self._variables.plan(graph, driver).program
+
+    def _run(
+        self,
+        graph: Graph,
+        program: Program,
+        variables: Sequence[Variable],
+        *args: Any,
+        driver: TaskName | None,
+    ) -> Any:
+        handle = self._programs.register(program)
         try:
             arrays = feed_arrays(graph, args, {}, {}, check_finite=False)
             nbytes = sum(nbytes_of(variable.spec) for variable in variables)

@@ -114,6 +114,18 @@ class VariableDirectory:
         self.tasks.update(graph_plan.variable_tasks)
         return graph_plan
 
+    def surroundings(self, variables: Iterable[Variable]) -> tuple[object, ...] | None:
+        """Returns what a plan of variables hangs on beside its graph.
+
+        None: where one of them is is still open.
+        """
+        cluster = self._cluster
+        homes = tuple(self.tasks.get(v.spec.key) for v in variables)
+        if None in homes:
+            return None
+        tasks, platforms = tuple(cluster.tasks()), tuple(cluster.platforms.items())
+        return homes, tasks, platforms, cluster.master
+
     def forget(self) -> None:
         """Forgets which variables have values, and where."""
         self._specs.clear()

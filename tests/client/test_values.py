@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from jgraph.client.cluster import connect
+from jgraph.client.cluster import Cluster, connect
 from jgraph.client.session import Session
 from jgraph.client.values import assign_initial, in_pieces
 from jgraph.errors import ConfigError, TaskLostError
@@ -44,6 +44,37 @@ def test_state_of_many_pieces_is_written_and_read_whole(session: Session) -> Non
     )
     values = session.read(variables)
     assert [values[v.name][-1] for v in variables] == list(range(8))
+
+
+def test_who_reads_the_same_again_needs_no_other_plan(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (Variable(n, jnp.zeros(2), device="/job:ps") for n in ("one", "two"))
+    traced = []
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        traced.append([v.name for v in kwargs["variables"]])
+        return trace(*args, **kwargs)
+
+    session.initialize([one, two])
+    monkeypatch.setattr("jgraph.client.values.trace", note)
+    for number in (1.0, 2.0):
+        session.write({one: np.full(2, number, np.float32)})
+        assert session.read([one, two])["one"].tolist() == [number] * 2
+        session.read([two])
+    reads = [names for names in traced if names != ["one"]]
+    assert reads == [["one", "two"], ["two"]]
+
+
+def test_a_variable_that_was_made_anew_elsewhere_is_read_there(
+    session: Session, cluster: Cluster
+) -> None:
+    for task in cluster.tasks("ps"):
+        there = Variable("there", jnp.zeros(2), device=task)
+        session.initialize([there])
+        session.write({there: np.ones(2, np.float32)})
+        assert session.read([there])["there"].tolist() == [1, 1]
+        session.reset()
 
 
 def test_given_values_of_equal_elements_come_to_tasks_bit_by_bit(
