@@ -16,6 +16,7 @@ from jgraph.graph.text import value_names
 from jgraph.plan.partition.assemble import SegmentInfo
 from jgraph.plan.program.nodes import (
     AggregateNode,
+    CheckNode,
     ConstNode,
     ContributeNode,
     FeedNode,
@@ -169,6 +170,9 @@ class _Region:
                 nbytes = bytes_text(sum(types[v].nbytes for v in node.outs))
                 names = self._names(_touched(node))
                 return self._state(key, "rows of", names, f"up to {nbytes}")
+            case CheckNode():
+                line = count_text(node.rows, "row")
+                return Item(key, task, "check ids", line, node.feature, "rows")
             case RouteNode() | MergeNode() | SplitNode():
                 line = f"of {count_text(len(node.local), 'shard')}"
                 detail = node.feature if isinstance(node, RouteNode) else ""

@@ -15,6 +15,7 @@ from jgraph import _compat
 from jgraph.errors import MalformedMessageError
 from jgraph.plan.program.nodes import (
     AggregateNode,
+    CheckNode,
     LookupNode,
     MergeNode,
     ReadNode,
@@ -48,6 +49,7 @@ Work: TypeAlias = (
     | AggregateNode
     | LookupNode
     | RouteNode
+    | CheckNode
     | MergeNode
     | SplitNode
 )

@@ -10,7 +10,7 @@ import jgraph as jg
 from jgraph.client.cluster import Cluster
 from jgraph.client.session import Session
 from jgraph.errors import RowIdError
-from jgraph.graph.rows.rows import unique_rows
+from jgraph.graph.rows.rows import checked_ids, unique_rows
 from jgraph.graph.tracing.function import Function
 
 ROWS, IDS = (10, 7), 6
@@ -99,6 +99,29 @@ def test_random_refusals_leave_all_state_unchanged(
         for name, value in state.items():
             np.testing.assert_array_equal(found[name], value, err_msg=name)
     assert 0 < refused < 8
+
+
+def test_ids_of_a_whole_table_are_looked_at_before_a_step_is_counted(
+    session: Session,
+) -> None:
+    count = jg.Variable("count", jnp.zeros(()), device="/job:ps/task:0")
+    table = jg.Variable("table", jnp.zeros((3, 1)), device="/job:ps/task:1")
+
+    def step(ids: Any) -> None:
+        with jg.device("/job:worker/task:0"):
+            part = ((0, 2),)  # the last number is no id
+            known = checked_ids(ids, rows=3, part=part, feature="colour")
+            found = table[...][known[:2]].sum()
+        table[...] = table[...] + found + 1
+        count[...] = count[...] + 1
+
+    session.initialize([count, table])
+    function = jg.function(step)
+    session.run(function, np.array([0, 2, 9], np.int32))
+    with pytest.raises(RowIdError, match="'colour' has the id 3 at position 1, and"):
+        session.run(function, np.array([0, 3, 9], np.int32))
+    found = session.read([count, table])
+    assert (found["count"], found["table"].ravel().tolist()) == (1, [1, 1, 1])
 
 
 def test_write_that_ids_are_made_from_comes_before_their_check(

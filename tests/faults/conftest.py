@@ -11,6 +11,9 @@ from jgraph.cluster.options import RECORDS_DIR
 from jgraph.runtime.files.writer_lease import newest
 from tests.support.fault import Fault
 from tests.support.left import nothing_left
+from tests.support.small_tables import rows_travel_of_small_tables_too
+
+__all__ = ["rows_travel_of_small_tables_too"]
 
 _LEFT = (
     *("*.orbax-checkpoint-tmp*", "*.going", "*.new-*", "*.old-*"),

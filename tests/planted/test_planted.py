@@ -910,6 +910,13 @@ BUGS: Final = {
         "return whole.at[jnp.where(ids < size, ids, 0)].set(rows)",
         f"{ROWS}test_rows_are_spread_over_the_whole_table_where_its_shards_are",
     ),
+    "a step is counted before ids of a whole table are looked at": Bug(
+        "plan/partition/id_checks.py",
+        'if op.equation.primitive.name == "checked_ids":\n        return True',
+        'if op.equation.primitive.name == "checked_ids":\n        return False',
+        "tests/client/test_refused_steps.py::"
+        "test_ids_of_a_whole_table_are_looked_at_before_a_step_is_counted",
+    ),
     "row 0 loses its gradient where rows are spread": Bug(
         "graph/rows/padded_rows.py",
         'return whole.at[ids].set(rows, mode="drop")',

@@ -14,6 +14,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.plan.program.accumulate import mean, mean_of_rows
 from jgraph.plan.program.nodes import (
     AggregateNode,
+    CheckNode,
     ConstNode,
     ContributeNode,
     FeedNode,
@@ -195,6 +196,7 @@ class _Step:
         | RecvNode
         | LookupNode
         | RouteNode
+        | CheckNode
         | MergeNode
         | SplitNode
         | UnpackNode,

@@ -12,6 +12,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.graph.rows.rows import Layout
 from jgraph.plan.program.nodes import (
     PACKABLE,
+    CheckNode,
     ConstNode,
     FeedNode,
     FetchNode,
@@ -129,8 +130,13 @@ class _Builder:
         layout = Layout(sizes, "mod" if sizes == (2, 2) else "div")
         plain = ValueType((count,), "int32")
         ragged = replace(plain, ragged=True)
-        (ids,) = self.new(plain)
-        self.nodes.append(ConstNode(np.zeros(count, np.int32), ids))
+        (given,) = self.new(plain)
+        self.nodes.append(ConstNode(np.zeros(count, np.int32), given))
+        ids, looked_at = self.new(plain, ValueType((), "int32"))
+        start = draw(st.integers(0, count))
+        self.nodes.append(
+            CheckNode(given, 5, "x", (start,), (count,), (ids, looked_at))
+        )
         positions, *local = self.new(plain, *[ragged] * len(sizes))
         names = draw(st.text("ab", max_size=2)), draw(st.booleans())
         self.nodes.append(RouteNode(ids, layout, *names, positions, tuple(local)))

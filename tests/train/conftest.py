@@ -9,6 +9,9 @@ from jgraph import cli
 from jgraph.client.cluster import Cluster
 from jgraph.client.session import Session
 from tests.support.servers import connected
+from tests.support.small_tables import rows_travel_of_small_tables_too
+
+__all__ = ["rows_travel_of_small_tables_too"]
 
 
 @pytest.fixture(scope="module")

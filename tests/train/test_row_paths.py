@@ -33,6 +33,7 @@ from jgraph.train.step.sync_step import SyncStep
 from jgraph.train.step.train_step import TrainStep
 from tests.support.graph_interpreter import Compiled, run_program
 from tests.support.plans import FAST
+from tests.support.small_tables import travel_whole
 
 DIM, BATCH, COUNT, STEPS = 3, 4, 3, 5
 PS: Final = [TaskName(f"/job:ps/task:{n}") for n in range(2)]
@@ -367,6 +368,34 @@ KEPT_FOR_THE_NIGHT: Final = [
 
 @pytest.mark.parametrize("case", KEPT, ids=str)
 def test_rows_are_trained_as_a_plain_loop_trains_them(case: Case) -> None:
+    check(case)
+
+
+SMALL: Final = [
+    Case("index", "int32", "adam", "auto", "async", "whole", 40),
+    Case("two", "uint8", "lamb", "exact", "sync", "whole", 40),
+    Case("drop", "int16", "sgd", "auto", "sync", "whole", 13),
+    Case("clip", "uint32", "multi_steps", "auto", "async", "whole", 40),
+    Case("bag", "int32", "adagrad", "auto", "async", "whole", 40),
+    Case("index", "int32", "momentum", "auto", "async", "mod", 40),
+    Case("index", "int32", "momentum", "lazy", "async", "whole", 40),
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_small_tables_are_trained_as_a_plain_loop_trains_them(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    travel_whole(monkeypatch)
+    check(case)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", cases(300), ids=str)
+def test_small_tables_are_trained_on_every_path_as_a_plain_loop_trains_them(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    travel_whole(monkeypatch)
     check(case)
 
 

@@ -6,6 +6,7 @@ A graph states them on arrays of fixed length, padded at the end, so that
 * ``unique_rows`` is what a step says: these ids, each once, in ascending order.
 * ``route_rows`` replaces it when the table's shards are known.
 * ``merge_rows`` and ``split_rows`` go between one array of rows and one per shard.
+* ``checked_ids`` are ids of a table that is read whole: one without a row is an error.
 
 Padding of ids is a number past the last row, never one that could be an id: reads of
 it give anything, writes to it change nothing. Padding of rows is zeros, which are
@@ -17,7 +18,7 @@ id, as in a bag that is not full.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,8 @@ from jgraph.errors import GraphError
 from jgraph.graph.rows.hash_keys import NO_KEY
 
 Array = jax.Array
+Part: TypeAlias = tuple[tuple[int, int], ...]
+"""Where a part of an array begins and ends along each axis."""
 
 NO_ID = -(2**31)
 """Stands for no id among int32 ids: it has no row, and is no error."""
@@ -242,6 +245,25 @@ def split_rows(
     return tuple(split_rows_p.bind(values, *local, layout=layout))
 
 
+def checked_ids(values: Array, *, rows: int, part: Part, feature: str = "") -> Array:
+    """Returns values as they are; the runtime refuses those with an id without a row.
+
+    Args:
+      values: integers.
+      rows: of the table.
+      part: of the values, which are ids; others may be anything.
+      feature: where the ids come from, for the message.
+
+    Example:
+      >>> checked_ids(jnp.array([4, 1, 9]), rows=5, part=((0, 2),)).tolist()
+      [4, 1, 9]
+    """
+    checked: list[Array] = checked_ids_p.bind(
+        values, rows=rows, part=part, feature=feature
+    )
+    return checked[0]
+
+
 def _unique(
     ids: Array, *, rows: int, feature: str, drop: bool, most: int
 ) -> list[Array]:
@@ -314,6 +336,11 @@ def _split(values: Array, *local: Array, layout: Layout) -> list[Array]:
     return parts
 
 
+def _checked(values: Array, **_: Any) -> list[Array]:
+    # A number follows too, for what waits elsewhere for the look at the ids.
+    return [values, jnp.zeros((), jnp.int32)]
+
+
 def primitive(name: str, fn: Any, results: Any) -> Primitive:
     """Returns a primitive that means ``fn``; ``results`` gives the results' types."""
     primitive = Primitive(name)
@@ -335,6 +362,11 @@ def _routed(ids: Any, *, layout: Layout, **_: Any) -> list[Any]:
     return [numbers_of(ids)] * (1 + layout.shards)
 
 
+def _checked_types(values: Any, **_: Any) -> list[Any]:
+    values = values.update(weak_type=False)
+    return [values, values.update(shape=(), dtype=jnp.dtype(jnp.int32))]
+
+
 def _same(count: Any) -> Any:
     """Abstract evaluation: ``count(operands, params)`` results like the first."""
 
@@ -345,6 +377,7 @@ def _same(count: Any) -> Any:
     return results
 
 
+checked_ids_p = primitive("checked_ids", _checked, _checked_types)
 unique_rows_p = primitive(
     "unique_rows", _unique, lambda ids, **_: [numbers_of(ids)] * 2
 )

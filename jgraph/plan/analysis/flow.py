@@ -52,12 +52,13 @@ SMALL_CONST_BYTES = 1024
 SCALAR_ELEMENTS = 8
 """Stored values up to this size count as a number; it covers the data of a few keys."""
 
-RowMove: TypeAlias = TypingLiteral["route", "merge", "split"]
+RowMove: TypeAlias = TypingLiteral["route", "merge", "split", "check"]
 
 ROW_MOVES: dict[str, RowMove] = {
     "route_rows": "route",
     "merge_rows": "merge",
     "split_rows": "split",
+    "checked_ids": "check",
 }
 """Primitives that runtime nodes do, and the kind of their clusters."""
 
@@ -134,7 +135,7 @@ class Flow:
     def moves_rows(self, op: Op) -> "RowMove | None":
         """Returns which runtime node does ``op``, if one does."""
         kind = ROW_MOVES.get(op.equation.primitive.name)
-        if kind is None or kind == "route":
+        if kind is None or kind in {"route", "check"}:
             return kind
         routed = [v for v in self.inputs(op) if v in self.ragged]
         shards = op.equation.params["layout"].shards

@@ -22,6 +22,7 @@ from jgraph.plan.partition.buckets import message_groups
 from jgraph.plan.partition.packing import Packing
 from jgraph.plan.partition.segments import Segmentation, SegmentGroup
 from jgraph.plan.program.nodes import (
+    CheckNode,
     ConstNode,
     FeedNode,
     FetchNode,
@@ -340,6 +341,16 @@ class Assembler:
         params, operands = op.equation.params, op.equation.invars
         values = [self._value(builder, a) for a in operands]
         outs = tuple(self._define(builder, v) for v in op.equation.outvars)
+        if op.equation.primitive.name == "checked_ids":
+            builder.nodes.append(
+                CheckNode(
+                    *(values[0], params["rows"], params["feature"]),
+                    starts=tuple(start for start, _ in params["part"]),
+                    ends=tuple(end for _, end in params["part"]),
+                    outs=outs,
+                )
+            )
+            return
         shards = params["layout"].shards
         match op.equation.primitive.name:
             case "route_rows":
@@ -362,9 +373,9 @@ class Assembler:
 
     def _awaited(self, builder: Builder, cluster: SegmentGroup) -> set[int]:
         """Returns the nodes that make what a cluster waits for and does not take."""
-        wanted = {
-            builder.ids[v] for i in cluster.roots for v in self.cut.awaited.get(i, ())
-        }
+        values = [v for i in cluster.roots for v in self.cut.awaited.get(i, ())]
+        ids, packs = builder.ids, self._packing.packs
+        wanted = {ids[v] if v in ids else ids[packs[v]] for v in values}
         if not wanted:
             return set()
         return {

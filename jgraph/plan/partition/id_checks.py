@@ -1,8 +1,10 @@
 """Order of id checks and writes: a refused step writes nothing.
 
-Routing refuses ids that name no row. Most writes follow from the rows, so they come
-later anyway; a counter, say, does not, and may be on another task. What it writes may
-still be computed where the check is: then that waits, and nothing is sent for it.
+Routing refuses ids that name no row, and so does a look at those of a whole table.
+Most writes follow from the rows, so they come later anyway; a counter, say, does not,
+and may be on another task. What it writes may still be computed where the check is:
+then that waits. Or something comes that follows from the check, as gradients do: then
+the write waits for that. In both cases nothing is sent for it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +25,7 @@ def awaited_checks(
     taken: Taken,
     can_wait: Callable[[int], bool],
 ) -> dict[int, list[Var]]:
-    """Returns, per write, a value of each check that it does not follow from yet.
+    """Returns, per write, a value behind each check that it does not follow from yet.
 
     Or per op that makes what is written. A write that ids of this step are made from
     comes before their check.
@@ -40,6 +42,9 @@ def awaited_checks(
         return {}
     followers = {check: _reached([check], after) for check in checks}
     earlier = _reached(checks, _reversed(after))
+    # What no write leads to can be waited for by any of them.
+    before_writes = {i for i in after if not flow.ops[i].writes}
+    before_writes -= _reached(after.keys() - before_writes, after)
     here: dict[TaskName, set[Var]] = {}
     for index in after:
         here.setdefault(task[index], set()).update(taken(index))
@@ -56,7 +61,10 @@ def awaited_checks(
                 # One is enough: the write takes what each of them makes.
                 beside = [m for m in made_by & after.keys() if task[m] == task[check]]
                 waits = min(filter(can_wait, beside), default=index)
-            value = _least(flow, check, here.get(task[waits], set()))
+            there = here.get(task[waits], set())
+            behind = followers[check] & before_writes
+            behind = {i for i in behind if task[i] != task[waits]}
+            value = _coming(flow, behind, there) or _least(flow, check, there)
             here[task[waits]].add(value)
             values = awaited.setdefault(waits, [])
             if value not in values:
@@ -65,6 +73,8 @@ def awaited_checks(
 
 
 def _refuses(op: Op) -> bool:
+    if op.equation.primitive.name == "checked_ids":
+        return True
     if op.equation.primitive.name != "route_rows":
         return False
     params = op.equation.params
@@ -79,6 +89,15 @@ def _reversed(after: Mapping[int, Iterable[int]]) -> dict[int, list[int]]:
         for then in later:
             before[then].append(first)
     return before
+
+
+def _coming(flow: Flow, behind: set[int], there: set[Var]) -> Var | None:
+    """Returns the first value that some ops make, of those needed on a task."""
+    makers = {flow.producer[v] for v in there if v in flow.producer} & behind
+    if not makers:
+        return None
+    results: list[Var] = flow.ops[min(makers)].equation.outvars
+    return next(v for v in results if v in there)
 
 
 def _reached(start: Iterable[int], after: Mapping[int, Iterable[int]]) -> set[int]:

@@ -157,7 +157,7 @@ class _Placer:
 
     def _route_of(self, op: Op) -> int:
         """Returns the op that routed the ids by which ``op`` moves rows."""
-        if self.flow.moves_rows(op) == "route":
+        if self.flow.moves_rows(op) in {"route", "check"}:
             return op.index
         routed = [v for v in self.flow.inputs(op) if v in self.flow.ragged]
         makers = (self.flow.ops[self.flow.producer[v]] for v in routed)

@@ -177,6 +177,23 @@ class RouteNode:
 
 @final
 @dataclass(frozen=True, slots=True)
+class CheckNode:
+    """Refuses ids without a row of a table that is read whole (``checked_ids``).
+
+    Gives the values, and a number for what waits for the look at them. Ids are those
+    from ``starts`` to ``ends`` along each axis.
+    """
+
+    values: ValueId
+    rows: int
+    feature: str
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    outs: tuple[ValueId, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class LookupNode:
     """Reads rows of variables, all at one version of the task's store.
 
@@ -288,6 +305,7 @@ Node: TypeAlias = (
     | WriteNode
     | SegmentNode
     | RouteNode
+    | CheckNode
     | LookupNode
     | MergeNode
     | SplitNode
@@ -307,6 +325,8 @@ def inputs_of(node: Node) -> tuple[ValueId, ...]:
             return (*(r.ids for r in rows), *node.inputs)
         case RouteNode():
             return (node.ids,)
+        case CheckNode():
+            return (node.values,)
         case LookupNode():
             return tuple(r.ids for r in node.rows)
         case MergeNode():
@@ -340,6 +360,7 @@ def outputs_of(node: Node) -> tuple[ValueId, ...]:
             | ReadNode()
             | RecvNode()
             | LookupNode()
+            | CheckNode()
             | SplitNode()
             | UnpackNode()
         ):

@@ -14,8 +14,18 @@ import numpy as np
 
 from jgraph.errors import MalformedMessageError, RowBudgetError, RowIdError
 from jgraph.graph.rows.hash_keys import join_keys, route_keys
-from jgraph.graph.rows.rows import NO_ID, Layout, check_row_count, id_text, padding_of
+from jgraph.graph.rows.rows import (
+    LEAST_ID,
+    NO_ID,
+    PAST_THE_END,
+    Layout,
+    check_row_count,
+    have_rows,
+    id_text,
+    padding_of,
+)
 from jgraph.plan.program.nodes import (
+    CheckNode,
     MergeNode,
     RouteNode,
     SegmentNode,
@@ -172,6 +182,28 @@ def route(
     return positions, local
 
 
+def check_ids(ids: Array, rows: int, feature: str = "") -> None:
+    """Refuses ids without a row.
+
+    Args:
+      ids: integers of any shape.
+      rows: of the table.
+      feature: where the ids come from, for the message.
+
+    Raises:
+      RowIdError: an id is out of range.
+
+    Example:
+      >>> check_ids(np.array([[4, 1]]), 5)
+    """
+    if have_rows(ids, rows):
+        return
+    wide = ids.ravel().astype(f"{ids.dtype.kind}8")
+    numbers = np.minimum(wide, PAST_THE_END).astype(np.int64)
+    numbers = np.maximum(numbers, LEAST_ID)
+    raise _out_of_range(numbers, (numbers < 0) | (numbers >= rows), rows, feature)
+
+
 _FEW_ROWS = 4096
 """To mark which of so many rows are needed takes less time than to sort their ids."""
 
@@ -246,7 +278,7 @@ def split(values: Array, local: Sequence[Array]) -> list[Array]:
 
 
 def moved(
-    node: RouteNode | MergeNode | SplitNode | UnpackNode,
+    node: RouteNode | CheckNode | MergeNode | SplitNode | UnpackNode,
     value_of: Callable[[ValueId], Array],
     types: Sequence[ValueType],
 ) -> list[Array]:
@@ -263,6 +295,12 @@ def moved(
             *(ids, node.layout, node.feature), drop=node.drop, most=node.most
         )
         return [positions, *local]
+    if isinstance(node, CheckNode):
+        values = np.asarray(value_of(node.values))
+        check_ids(
+            values[tuple(map(slice, node.starts, node.ends))], node.rows, node.feature
+        )
+        return [values, _LOOKED_AT]
     if isinstance(node, UnpackNode):
         cuts = cuts_of([types[v] for v in node.outs])
         return unpacked(np.asarray(value_of(node.value)), cuts)
@@ -272,6 +310,8 @@ def moved(
     rows = [np.asarray(value_of(v)) for v in node.values]
     return [merge(local, rows, types[node.out])]
 
+
+_LOOKED_AT = np.zeros((), np.int32)
 
 Cut: TypeAlias = tuple[int, int, tuple[int, ...]]
 """Where a value begins and ends in a flat array, and its shape."""

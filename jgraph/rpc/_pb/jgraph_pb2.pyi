@@ -6089,6 +6089,7 @@ class Node(_message.Message):
     MERGE_FIELD_NUMBER: _builtins.int
     SPLIT_FIELD_NUMBER: _builtins.int
     UNPACK_FIELD_NUMBER: _builtins.int
+    CHECK_FIELD_NUMBER: _builtins.int
     CONTRIBUTE_FIELD_NUMBER: _builtins.int
     AGGREGATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
@@ -6118,6 +6119,8 @@ class Node(_message.Message):
     @_builtins.property
     def unpack(self) -> Global___UnpackNode: ...
     @_builtins.property
+    def check(self) -> Global___CheckNode: ...
+    @_builtins.property
     def contribute(self) -> Global___ContributeNode: ...
     @_builtins.property
     def aggregate(self) -> Global___AggregateNode: ...
@@ -6137,14 +6140,15 @@ class Node(_message.Message):
         merge: Global___MergeNode | None = ...,
         split: Global___SplitNode | None = ...,
         unpack: Global___UnpackNode | None = ...,
+        check: Global___CheckNode | None = ...,
         contribute: Global___ContributeNode | None = ...,
         aggregate: Global___AggregateNode | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["aggregate", b"aggregate", "const", b"const", "contribute", b"contribute", "feed", b"feed", "fetch", b"fetch", "kind", b"kind", "lookup", b"lookup", "merge", b"merge", "read", b"read", "recv", b"recv", "route", b"route", "segment", b"segment", "send", b"send", "split", b"split", "unpack", b"unpack", "write", b"write"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["aggregate", b"aggregate", "check", b"check", "const", b"const", "contribute", b"contribute", "feed", b"feed", "fetch", b"fetch", "kind", b"kind", "lookup", b"lookup", "merge", b"merge", "read", b"read", "recv", b"recv", "route", b"route", "segment", b"segment", "send", b"send", "split", b"split", "unpack", b"unpack", "write", b"write"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate", b"aggregate", "const", b"const", "contribute", b"contribute", "feed", b"feed", "fetch", b"fetch", "kind", b"kind", "lookup", b"lookup", "merge", b"merge", "read", b"read", "recv", b"recv", "route", b"route", "segment", b"segment", "send", b"send", "split", b"split", "unpack", b"unpack", "write", b"write"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate", b"aggregate", "check", b"check", "const", b"const", "contribute", b"contribute", "feed", b"feed", "fetch", b"fetch", "kind", b"kind", "lookup", b"lookup", "merge", b"merge", "read", b"read", "recv", b"recv", "route", b"route", "segment", b"segment", "send", b"send", "split", b"split", "unpack", b"unpack", "write", b"write"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["feed", "fetch", "const", "read", "write", "segment", "send", "recv", "route", "lookup", "merge", "split", "unpack", "contribute", "aggregate"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["feed", "fetch", "const", "read", "write", "segment", "send", "recv", "route", "lookup", "merge", "split", "unpack", "check", "contribute", "aggregate"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -6426,6 +6430,49 @@ class RouteNode(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouteNode: _TypeAlias = RouteNode  # noqa: Y015
+
+@_typing.final
+class CheckNode(_message.Message):
+    """Ids of a table that is read whole: one without a row is an error."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    FEATURE_FIELD_NUMBER: _builtins.int
+    STARTS_FIELD_NUMBER: _builtins.int
+    ENDS_FIELD_NUMBER: _builtins.int
+    OUTS_FIELD_NUMBER: _builtins.int
+    values: _builtins.int
+    rows: _builtins.int
+    feature: _builtins.str
+    @_builtins.property
+    def starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """along each axis: which of the values are ids"""
+
+    @_builtins.property
+    def ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def outs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the values, and a number for what waits for the look"""
+
+    def __init__(
+        self,
+        *,
+        values: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        feature: _builtins.str = ...,
+        starts: _abc.Iterable[_builtins.int] | None = ...,
+        ends: _abc.Iterable[_builtins.int] | None = ...,
+        outs: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "feature", b"feature", "outs", b"outs", "rows", b"rows", "starts", b"starts", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckNode: _TypeAlias = CheckNode  # noqa: Y015
 
 @_typing.final
 class Layout(_message.Message):

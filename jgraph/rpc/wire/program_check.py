@@ -15,6 +15,7 @@ from jgraph.graph.sizes import is_feed_symbol
 from jgraph.plan.program.nodes import (
     PACKABLE,
     AggregateNode,
+    CheckNode,
     ConstNode,
     ContributeNode,
     FeedNode,
@@ -137,7 +138,7 @@ class _PartitionCheck:
                 self.unpacked(node)
             case SegmentNode():
                 self.segment(node)
-            case LookupNode() | RouteNode() | MergeNode() | SplitNode():
+            case LookupNode() | RouteNode() | CheckNode() | MergeNode() | SplitNode():
                 check_rows(self.partition, node)
             case SendNode() | RecvNode():
                 self.other_task(node.dst if isinstance(node, SendNode) else node.src)

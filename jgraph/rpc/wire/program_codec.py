@@ -16,6 +16,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.graph.rows.rows import Layout
 from jgraph.plan.program.nodes import (
     AggregateNode,
+    CheckNode,
     ConstNode,
     ContributeNode,
     FeedNode,
@@ -224,6 +225,7 @@ _NODES: dict[str, Any] = {
     "write": WriteNode,
     "segment": SegmentNode,
     "route": RouteNode,
+    "check": CheckNode,
     "lookup": LookupNode,
     "merge": MergeNode,
     "split": SplitNode,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from jgraph.errors import InvalidProgramError
 from jgraph.graph.rows.rows import MOST_ROWS
 from jgraph.plan.program.nodes import (
+    CheckNode,
     LookupNode,
     MergeNode,
     RouteNode,
@@ -18,7 +19,8 @@ from jgraph.plan.program.program import Partition, row_type
 
 
 def check_rows(
-    partition: Partition, node: LookupNode | RouteNode | MergeNode | SplitNode
+    partition: Partition,
+    node: LookupNode | RouteNode | CheckNode | MergeNode | SplitNode,
 ) -> None:
     """Checks the types of a node that looks up or moves rows.
 
@@ -48,6 +50,23 @@ def check_rows(
             require(len(count) == 1, f"ids of type {ids}")
             due = [ValueType(count, "int32"), *[local] * node.layout.shards]
             require_types(outs, due)
+        case CheckNode():
+            values = types[node.values]
+            require_types(
+                [types[v] for v in node.outs], [values, ValueType((), "int32")]
+            )
+            known = values.np_dtype.kind in "iu" and not values.ragged
+            require(known, f"ids of type {values}")
+            require(0 <= node.rows <= MOST_ROWS, "more rows than int32 counts")
+            bounds = list(zip(node.starts, node.ends, strict=False))
+            require(
+                len(values.shape) == len(node.starts) == len(node.ends)
+                and all(
+                    0 <= start <= end <= size
+                    for (start, end), size in zip(bounds, values.shape, strict=False)
+                ),
+                f"ids beyond the end of {values}",
+            )
         case MergeNode():
             _check_shards(partition, node.local, node.values, node.out)
         case SplitNode():

@@ -311,6 +311,7 @@ class TrainStep:
             (number, number),
             [name for name in self.names if name.startswith("params/")],
             small=self._sparse == "lazy",  # its numbers hang on no size
+            looks=self._looks,
         )
         if not self.tables:
             refuse_tables(self.adapter.tables, _NEEDS_PS)
@@ -338,6 +339,19 @@ class TrainStep:
             return by_rows.in_one_place()
         budget = 0 if self.local is None else self.local.rule.row_budget
         return replace(by_rows, budget=budget)
+
+    @property
+    def _looks(self) -> list[str]:
+        """The tables that travel whole if they are small, with a look at their ids.
+
+        Gradients of rows are not compressed, those of a whole table would be; and among
+        owners tables lie apart.
+        """
+        is_exact = self._sparse in {"auto", "exact"}
+        apart = self._alone or self.local is not None or bool(self.arrangement.owners)
+        if not is_exact or apart or self.compression is not None:
+            return []
+        return [v.name for v in self.variables if len(v.shards) == 1]
 
     @property
     def _beside(self) -> list[int | None]:
@@ -441,6 +455,7 @@ class TrainStep:
         tables = by_rows.tables.tables if by_rows else ()
         loss_fn = self.adapter.loss
         with device("/job:worker"):
+            batch = by_rows.tables.checked(batch) if by_rows else batch
             table_rows = by_rows.rows(batch, seeds) if by_rows and tables else []
             if by_rows and tables:
                 loss_fn = by_rows.tables.loss([rows.positions for rows in table_rows])

@@ -118,8 +118,11 @@ def check_rows(row_step: Any) -> None:
     Raises:
       ConfigError: says what to write.
     """
-    if row_step is not None and row_step.tables.tables:
-        names = ", ".join(table.name for table in row_step.tables.tables)
+    if row_step is None:
+        return
+    tables = *row_step.tables.tables, *row_step.tables.looked_at
+    if tables:
+        names = ", ".join(table.name for table in tables)
         raise ConfigError(
             f"of {names} only rows travel, whose number hangs on the batch, and "
             "workers that share a batch have none of one size; write "

@@ -11,7 +11,7 @@ import numpy as np
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Var
 from jgraph.graph.rows.find_keys import find_keys_p
-from jgraph.graph.rows.rows import LEAST_ID, NO_ID
+from jgraph.graph.rows.rows import LEAST_ID, NO_ID, Part
 from jgraph.train.tables.flat_update import makers_of
 
 OF_BAGS = "jgraph_bags"
@@ -159,6 +159,26 @@ class Ids:
             equation = self._maker(ids)
         return self._feed(ids)
 
+    def fed_part(self, ids: Atom) -> tuple[int, Part] | None:
+        """Returns the feed of which ids are elements, and the part that is ids.
+
+        None: they are computed, or what is ids has holes.
+        """
+        part: Part | None = None  # all of it
+        equation = self._maker(ids)
+        while equation is not None and (_is_reshape(equation) or _is_part(equation)):
+            if part is not None or equation.primitive.name == "slice":
+                part = _part_before(equation, part)
+                if part is None:
+                    return None
+            ids = equation.invars[0]
+            equation = self._maker(ids)
+        feed = self._feed(ids)
+        if feed is None:
+            return None
+        whole = tuple((0, size) for size in _compat.array_type(ids).shape)
+        return feed, whole if part is None else part
+
     def whole_feed(self, ids: Atom) -> int | None:
         """Returns of which feed ids are all elements, in order; None: of none."""
         return self._feed(self._before_reshape(ids))
@@ -204,6 +224,34 @@ def _is_reshape(equation: Equation) -> bool:
         return False
     source, target = equation.invars[0].aval, equation.outvars[0].aval
     return bool(math.prod(source.shape) == math.prod(target.shape))
+
+
+def _part_before(equation: Equation, part: Part | None) -> Part | None:
+    """Returns the part of an operand that a part of the result is made of.
+
+    None: it is none that has a beginning and an end along each axis.
+
+    Args:
+      equation: a slice, or one whose results are the elements of its operand.
+      part: of its result; None: all of it.
+    """
+    params = equation.params
+    match equation.primitive.name:
+        case "slice" if all(n == 1 for n in params["strides"] or ()):
+            begins = params["start_indices"]
+            if part is None:
+                part = tuple((0, n) for n in equation.outvars[0].aval.shape)
+            return tuple(
+                (at + start, at + end)
+                for at, (start, end) in zip(begins, part, strict=True)
+            )
+        case "squeeze" if part is not None:
+            rest, ones = iter(part), params["dimensions"]
+            axes = range(equation.invars[0].aval.ndim)
+            return tuple((0, 1) if n in ones else next(rest) for n in axes)
+        case "convert_element_type" | "copy" | "copy_p":
+            return part
+    return None
 
 
 def _is_part(equation: Equation) -> bool:

@@ -7,7 +7,7 @@ these rows: ``RowTables`` gives the ids, and the loss on rows in place of tables
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
@@ -18,9 +18,13 @@ from jax.lax import GatherScatterMode
 
 from jgraph import _compat
 from jgraph._compat import Atom, Equation
+from jgraph.graph.rows.rows import Part, checked_ids
+from jgraph.graph.sharding import array_nbytes
 from jgraph.graph.tracing.inline import inline_calls
+from jgraph.plan.lowering.lanes import SMALL_BYTES
 from jgraph.train.tables.ids import OF_BAGS, Ids
 from jgraph.train.tables.jaxpr_walk import Table, is_lookup, walk
+from jgraph.view.units import bytes_text
 
 # A small table of which a step looks up more ids than it has rows travels whole.
 _SMALL_BYTES = 1 << 20
@@ -43,6 +47,7 @@ class Lookup:
       of_bags: ``NO_ID`` among the ids is none.
       feed: of which leaf of (batch, seeds) the ids are elements, as they come; None:
         they are computed.
+      part: which part of that leaf is ids; None: none that begins and ends somewhere.
     """
 
     feature: str
@@ -50,6 +55,7 @@ class Lookup:
     mode: str
     of_bags: bool = False
     feed: int | None = None
+    part: Part | None = None
 
     @property
     def count(self) -> int:
@@ -101,10 +107,12 @@ class RowTables:
     Attributes:
       tables: those of which rows travel.
       dense: why others that are looked up travel whole, by name.
+      looked_at: those of them whose ids are looked at all the same.
     """
 
     tables: tuple[RowTable, ...]
     dense: Mapping[str, str]
+    looked_at: tuple[RowTable, ...]
     _loss: "_Traced"
     _ids: Any
     _ids_consts: tuple[Any, ...]
@@ -134,6 +142,23 @@ class RowTables:
 
         return loss
 
+    def checked(self, batch: Any) -> Any:
+        """Returns a batch; an id without a row of ``looked_at`` is an error."""
+        leaves, tree = jax.tree.flatten(batch)
+        for table in self.looked_at:
+            for lookup in table.lookups:
+                if lookup.mode != "error":
+                    continue  # an id without a row is no error
+                assert lookup.feed is not None  # else its rows travel
+                assert lookup.part is not None
+                leaves[lookup.feed] = checked_ids(
+                    leaves[lookup.feed],
+                    rows=table.rows,
+                    part=lookup.part,
+                    feature=table.feature,
+                )
+        return jax.tree.unflatten(tree, leaves)
+
     def without(self, reasons: Mapping[str, str]) -> "RowTables":
         """Returns this with some tables left whole, for these reasons by name."""
         return self._loss.tables({**self.dense, **reasons}) if reasons else self
@@ -147,6 +172,7 @@ def find_row_tables(
     seeds: tuple[Any, ...],
     names: Sequence[str],
     small: bool = False,
+    looks: Collection[str] = (),
 ) -> RowTables:
     """Returns the row tables of a loss.
 
@@ -159,6 +185,8 @@ def find_row_tables(
       names: a name per leaf of ``params``.
       small: also tables of at most 1 MiB with no more rows than a step has ids; they
         would take less work whole.
+      looks: names of tables whose ids the caller looks at by ``RowTables.checked``;
+        those as small as what is packed travel whole, if ids are elements of the batch.
     """
     args = (params, state, batch, seeds)
     leaves, tree = jax.tree.flatten(args)
@@ -176,6 +204,8 @@ def find_row_tables(
         feeds=tuple(_feed_name(path) for path, _ in feeds),
         first_feed=inputs,
         small=small,
+        looks=frozenset(looks),
+        fields=len(jax.tree.leaves(batch)),
     )
     return tracing.tables({})
 
@@ -203,6 +233,8 @@ class _Traced:
     feeds: tuple[str, ...]
     first_feed: int
     small: bool
+    looks: frozenset[str]
+    fields: int
 
     def tables(self, reasons: Mapping[str, str]) -> RowTables:
         """Returns the row tables, without those refused by name."""
@@ -222,6 +254,7 @@ class _Traced:
         flat = inline_calls(jaxpr, consts)
         ids = Ids(flat.jaxpr, self.first_feed)
         tables: list[RowTable] = []
+        looked_at: list[RowTable] = []
         outvars: list[Any] = []
         dense: dict[str, str] = {}
         for number, name in enumerate(self.names):
@@ -243,28 +276,67 @@ class _Traced:
             if reason and (reads or number in uses.in_loops):
                 dense[name] = reason
             elif reads:
-                lookups = tuple(
-                    Lookup(
-                        ids.feature(v, self.feeds),
-                        _shape(v)[:-1] if is_hash else _shape(v),
-                        _mode(equation),
-                        OF_BAGS in _compat.name_stack_of(equation),
-                        ids.feed(v),
-                    )
-                    for equation, v in reads
-                )
-                rows = self.avals[number].shape[0]
-                tables.append(RowTable(name, number, rows, lookups, is_hash))
+                table = self._table(number, ids, reads, is_hash)
+                if self._is_packed(table):
+                    looked_at.append(table)
+                    dense[name] = f"it is small ({bytes_text(self._nbytes(number))})"
+                    continue
+                tables.append(table)
                 outvars += [v for _, v in reads]
         jaxpr, inputs = ids.sliced(outvars, flat.consts)
-        return RowTables(tuple(tables), dense, self, jaxpr, flat.consts, tuple(inputs))
+        return RowTables(
+            tuple(tables),
+            dense,
+            tuple(looked_at),
+            self,
+            *(jaxpr, flat.consts, tuple(inputs)),
+        )
+
+    def _table(
+        self, number: int, ids: Ids, reads: list[tuple[Equation, Any]], is_hash: bool
+    ) -> RowTable:
+        lookups = tuple(
+            Lookup(
+                ids.feature(v, self.feeds),
+                _shape(v)[:-1] if is_hash else _shape(v),
+                _mode(equation),
+                OF_BAGS in _compat.name_stack_of(equation),
+                ids.feed(v),
+                (ids.fed_part(v) or (None, None))[1],
+            )
+            for equation, v in reads
+        )
+        rows = self.avals[number].shape[0]
+        return RowTable(self.names[number], number, rows, lookups, is_hash)
+
+    def _nbytes(self, number: int) -> int:
+        aval = self.avals[number]
+        return array_nbytes(aval.shape, aval.dtype)
+
+    def _is_packed(self, table: RowTable) -> bool:
+        """Whether a table travels among what is packed, and its ids are looked at."""
+        if table.name not in self.looks or table.hashed:
+            return False
+        if self._nbytes(table.number) > SMALL_BYTES:
+            return False
+        return all(self._can_look_at(lookup) for lookup in table.lookups)
+
+    def _can_look_at(self, lookup: Lookup) -> bool:
+        if lookup.mode != "error":
+            return True
+        if lookup.of_bags or lookup.part is None or lookup.feed is None:
+            return False
+        if lookup.feed >= self.fields:
+            return False  # it is a seed of a step
+        dtype = np.dtype(self.avals[self.first_feed + lookup.feed].dtype)
+        return dtype.kind in "iu"
 
     def _too_small(self, number: int, ids: list[Any]) -> str | None:
         aval = self.avals[number]
         if self.small or not ids:
             return None  # no ids: perhaps a scalar
         count = sum(math.prod(_shape(v)) for v in ids)
-        nbytes = math.prod(aval.shape) * aval.dtype.itemsize
+        nbytes = self._nbytes(number)
         if count < aval.shape[0] or nbytes > _SMALL_BYTES:
             return None
         return (
