@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +11,12 @@ from jax import lax
 
 from jgraph.errors import ShardingError
 from jgraph.graph.rows.rows import Layout
+
+PAGE_BYTES: Final = 4096
+"""Of the memory of all systems that have shared memory files for us."""
+
+_PAGES: Final = 16
+"""What must be cut at pages is cut evenly to a sixteenth of a part."""
 
 Partitioner: TypeAlias = Callable[[Sequence[int], Any], Sequence[int]]
 """Number of shards per axis, given shape and dtype."""
@@ -114,6 +120,29 @@ def even_layout(size: int, shards: int, kind: str = "div") -> Layout:
     return Layout(
         tuple(size // shards + (n < size % shards) for n in range(shards)), kind
     )
+
+
+def at_pages(sharding: Sharding, shape: Sequence[int], dtype: Any) -> Sharding:
+    """Returns a sharding whose shards end where pages of memory do, but the last.
+
+    Such shards can be mapped one behind the other as the whole array. Where pages and
+    rows do not fit, or shards are too small, it is returned as it is.
+
+    Example:
+      >>> halves = Sharding(Layout((50_000, 50_000)))
+      >>> at_pages(halves, [100_000], "float32").layout.sizes
+      (50176, 49824)
+    """
+    if sharding.axis or sharding.layout.kind != "div":
+        return sharding
+    row_bytes = array_nbytes(shape[1:], dtype)
+    unit = PAGE_BYTES // math.gcd(PAGE_BYTES, row_bytes)
+    if unit == 1 or sharding.layout.sizes[-1] < _PAGES * unit:
+        return sharding
+    units = even_layout(-(-shape[0] // unit), sharding.shards).sizes
+    sizes = [count * unit for count in units]
+    sizes[-1] -= sum(sizes) - shape[0]
+    return replace(sharding, layout=Layout(tuple(sizes)))
 
 
 def sharding_of(

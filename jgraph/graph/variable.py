@@ -70,6 +70,7 @@ class Variable:
         on different tasks; functions use the variable as if it were whole.
       partition_strategy: which rows a shard has: ``"div"`` (consecutive ones) or
         ``"mod"`` (every n-th).
+      sharding: how it is cut, in place of a partitioner.
       shard_devices: where each shard lives, merged over ``device``.
       table: the column of a hash table that the variable is; it is then used by rows
         only, and its initial value, of one row per shard, is not used. With
@@ -110,6 +111,7 @@ class Variable:
         container: str = "",
         partitioner: Partitioner | None = None,
         partition_strategy: str = "div",
+        sharding: Sharding | None = None,
         shard_devices: Sequence[str | DeviceSpec] = (),
         table: HashSpec | None = None,
     ) -> None:
@@ -122,7 +124,6 @@ class Variable:
         self.is_given = not isinstance(initial_value, tuple)
         place = current_device().merge(as_spec(device))
         shape = tuple(aval.shape)
-        sharding = None
         if partitioner is not None:
             counts = partitioner(shape, aval.dtype)
             sharding = sharding_of(name, shape, counts, partition_strategy)

@@ -21,6 +21,7 @@ from jgraph.plan.program.nodes import (
     ContributeNode,
     FeedNode,
     FetchNode,
+    JoinNode,
     LookupNode,
     MergeNode,
     Node,
@@ -51,6 +52,7 @@ _MOVE: dict[type, str] = {
     RouteNode: "route ids",
     MergeNode: "merge rows",
     SplitNode: "split rows",
+    JoinNode: "join parts",
 }
 
 
@@ -173,8 +175,9 @@ class _Region:
             case CheckNode():
                 line = count_text(node.rows, "row")
                 return Item(key, task, "check ids", line, node.feature, "rows")
-            case RouteNode() | MergeNode() | SplitNode():
-                line = f"of {count_text(len(node.local), 'shard')}"
+            case RouteNode() | MergeNode() | SplitNode() | JoinNode():
+                parts = node.values if isinstance(node, JoinNode) else node.local
+                line = f"of {count_text(len(parts), 'shard')}"
                 detail = node.feature if isinstance(node, RouteNode) else ""
                 return Item(key, task, _MOVE[type(node)], line, detail, "rows")
             case FetchNode() if node.values:

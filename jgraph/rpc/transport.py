@@ -13,7 +13,7 @@ The in-process and the gRPC transport pass one conformance suite
 (``jgraph.testing.transport_conformance``).
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, final
 
@@ -102,6 +102,14 @@ class Transport(Protocol):
         """Calls ``method`` at an address; returns its only reply.
 
         Raises: as ``call``, and InternalError: there was no reply.
+        """
+
+    async def join(
+        self, parts: Sequence[np.ndarray[Any, Any]]
+    ) -> np.ndarray[Any, Any] | None:
+        """Returns arrays one after the other without a copy, where that can be.
+
+        Such an array is read-only. None: whoever asks makes a copy.
         """
 
     async def give_back_memory(self) -> None:

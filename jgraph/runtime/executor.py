@@ -26,6 +26,7 @@ from jgraph.plan.program.nodes import (
     ContributeNode,
     FeedNode,
     FetchNode,
+    JoinNode,
     Node,
     RecvNode,
     SendNode,
@@ -120,6 +121,17 @@ class ExecutorHost(Protocol):
         values: Sequence[np.ndarray[Any, Any]],
     ) -> None:
         """Sends values to another task; must not block."""
+
+    def join(
+        self,
+        parts: Sequence[np.ndarray[Any, Any]],
+        done: Callable[[np.ndarray[Any, Any] | BaseException], None],
+        cost: Cost,
+    ) -> None:
+        """Puts arrays one after the other, and calls ``done`` with them, or an error.
+
+        On the executor's thread, after this returns or before.
+        """
 
     def withdraw(self, step: StepKey) -> None:
         """Drops what was sent for a step and has not left yet."""
@@ -370,6 +382,8 @@ class StepRun:
             case ContributeNode():
                 self._contribute(node)
                 self._complete(index, [])
+            case JoinNode():
+                self._join(index, node)
             case UnpackNode():
                 flat = np.asarray(self._values[node.value])
                 self._complete(index, unpacked(flat, self._loaded.cuts[index]))
@@ -408,6 +422,17 @@ class StepRun:
         self._unsent -= 1
         if not self._unsent and self._gate is not None:
             self._gate.sent(self.step, node.dst)
+
+    def _join(self, index: int, node: JoinNode) -> None:
+        parts = [np.asarray(self._values[v]) for v in node.values]
+        self.work.nodes.add(index)
+        self._place.host.join(
+            parts,
+            lambda whole: self._worked(
+                index, whole if isinstance(whole, BaseException) else [whole]
+            ),
+            self._loaded.costs[index],
+        )
 
     def _padded(self, value: int) -> Any:
         return padded(self._values[value], self._loaded.partition.values[value])

@@ -4,9 +4,11 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Hashable
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import aclosing
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
+
+import numpy as np
 
 from jgraph.errors import (
     ClusterUnreachableError,
@@ -293,6 +295,12 @@ class InProcessTransport:
     def count_sent(self, peer: TaskName, nbytes: int) -> None:
         """Counts a frame that was delivered to ``peer``."""
         self._counters.sent(peer, frames=1, nbytes=nbytes)
+
+    async def join(
+        self, parts: Sequence[np.ndarray[Any, Any]]
+    ) -> np.ndarray[Any, Any] | None:
+        """See ``Transport.join``; there is no shared memory."""
+        return None
 
     async def give_back_memory(self) -> None:
         """See ``Transport.give_back_memory``; there is none."""

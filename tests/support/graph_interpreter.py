@@ -19,6 +19,7 @@ from jgraph.plan.program.nodes import (
     ContributeNode,
     FeedNode,
     FetchNode,
+    JoinNode,
     LookupNode,
     MergeNode,
     Node,
@@ -199,7 +200,8 @@ class _Step:
         | CheckNode
         | MergeNode
         | SplitNode
-        | UnpackNode,
+        | UnpackNode
+        | JoinNode,
     ) -> None:
         values = running.values
         match node:

@@ -61,6 +61,14 @@ class Tasks:
     ) -> None:
         self.messages.append((dst, step, key, values))
 
+    def join(
+        self,
+        parts: Sequence[np.ndarray[Any, Any]],
+        done: Callable[[np.ndarray[Any, Any] | BaseException], None],
+        cost: Cost,
+    ) -> None:
+        done(np.concatenate(parts))
+
     def withdraw(self, step: StepKey) -> None:
         self.messages = deque(m for m in self.messages if m[1] != step)
 

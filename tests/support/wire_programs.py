@@ -16,6 +16,7 @@ from jgraph.plan.program.nodes import (
     ConstNode,
     FeedNode,
     FetchNode,
+    JoinNode,
     LookupNode,
     MergeNode,
     Node,
@@ -106,6 +107,14 @@ class _Builder:
             cuts, _ = runs(self.stored(read), packs)
             for flat, cut in zip(outs, cuts, strict=False):
                 self.nodes.append(UnpackNode(flat, self.new(*cut)))
+        elif kind == "join":
+            part = draw(types.filter(lambda type_: type_.shape != ()))
+            parts = self.new(*[part] * draw(st.integers(1, 3)))
+            whole = replace(part, shape=(len(parts) * part.shape[0], *part.shape[1:]))
+            for part_id in parts:
+                zeros = np.zeros(part.shape, part.np_dtype)
+                self.nodes.append(ConstNode(zeros, part_id))
+            self.nodes.append(JoinNode(parts, *self.new(whole)))
         elif kind == "rows":
             self.add_rows(digests)
         else:
@@ -181,7 +190,7 @@ def programs(draw: st.DrawFn) -> Program:
     feeds = tuple((f"x{i}", t) for i, t in enumerate(draw(st.lists(types, max_size=3))))
     for name, type_ in feeds:
         driver.nodes.append(FeedNode(name, *driver.new(type_)))
-    kinds = st.sampled_from(["const", "read", "segment", "rows"])
+    kinds = st.sampled_from(["const", "read", "segment", "rows", "join"])
     for builder in (driver, ps):
         for kind in draw(st.lists(kinds, max_size=4)):
             builder.add(kind, digests)

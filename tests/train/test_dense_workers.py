@@ -1,6 +1,7 @@
 """Dense parameters owned by the workers, on servers of this process."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from jgraph.client.cluster import Cluster
 from jgraph.errors import ConfigError
 from jgraph.graph.device import is_ps, is_worker
 from jgraph.plan.auto.cost_model import CostModel, Link, TaskSpeed
+from jgraph.rpc.shared_memory.joining import Joins
 from jgraph.train.step.compress import GradientDtype
 from jgraph.train.strategies.options import Dense
 from jgraph.train.strategies.sync_runner import SyncPS, SyncRunner
@@ -122,6 +124,28 @@ def test_workers_compute_the_same_bits_as_ps_do(
     wanted = trained(cluster, "ps", tx=tx)
     assert_same_bits(trained(cluster, "workers", tx=tx), wanted)
     assert_same_bits(trained(without_ps, "workers", tx=tx), wanted)
+
+
+@pytest.mark.parametrize("by", ["mapping", "a copy"])
+def test_large_parameters_are_joined_and_have_the_same_bits(
+    cluster: Cluster, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = list[bool]()
+
+    async def join(joins: Joins, parts: Any) -> Any:
+        joined.append(True)
+        whole = await really(joins, parts) if by == "mapping" else None
+        joined[-1] = whole is not None
+        return whole
+
+    really = Joins.join
+    monkeypatch.setattr(Joins, "join", join)
+    large = partial(NnxWide, width=1024)
+    wanted = trained(cluster, "ps", model=large)
+    assert not joined
+    assert_same_bits(trained(cluster, "workers", model=large), wanted)
+    assert len(joined) >= WORKERS * STEPS
+    assert set(joined) == {by == "mapping"}
 
 
 def test_a_norm_of_all_gradients_crosses_the_workers(

@@ -26,6 +26,7 @@ from jgraph.plan.program.nodes import (
     ConstNode,
     FeedNode,
     FetchNode,
+    JoinNode,
     LookupNode,
     MergeNode,
     Node,
@@ -337,7 +338,7 @@ class Assembler:
         return tuple(Rows(builder.variable(v), builder.ids[ids]) for v, ids in accesses)
 
     def _move(self, builder: Builder, op: Op) -> None:
-        """Emits the node of one of the primitives of ``jgraph.graph.rows.rows``."""
+        """Emits the node of a join, or of a primitive of ``jgraph.graph.rows.rows``."""
         params, operands = op.equation.params, op.equation.invars
         values = [self._value(builder, a) for a in operands]
         outs = tuple(self._define(builder, v) for v in op.equation.outvars)
@@ -350,6 +351,9 @@ class Assembler:
                     outs=outs,
                 )
             )
+            return
+        if op.equation.primitive.name == "concatenate":
+            builder.nodes.append(JoinNode(tuple(values), outs[0]))
             return
         shards = params["layout"].shards
         match op.equation.primitive.name:

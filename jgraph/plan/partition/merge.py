@@ -8,7 +8,7 @@ from jgraph.errors import InternalError
 from jgraph.graph.ir import TaskName
 
 Kind: TypeAlias = Literal[
-    "read", "lookup", "route", "merge", "split", "check", "segment", "alone"
+    "read", "lookup", "route", "merge", "split", "check", "join", "segment", "alone"
 ]
 
 

@@ -22,17 +22,21 @@ own, and those of one task follow one another in program order.
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Final, final
 
 from jgraph._compat import Literal, Var
 from jgraph.errors import InternalError
 from jgraph.graph.ir import TaskName
-from jgraph.plan.analysis.flow import Flow, Version
+from jgraph.graph.sharding import PAGE_BYTES
+from jgraph.plan.analysis.flow import Flow, Op, Version
 from jgraph.plan.partition.buckets import Crossing, in_buckets
 from jgraph.plan.partition.id_checks import awaited_checks
 from jgraph.plan.partition.merge import Kind, circles, merge, topological
 from jgraph.plan.partition.overlap import overlap
 from jgraph.plan.partition.updates import local_ways
+
+JOIN_BYTES: Final = 1 << 20
+"""Less is copied in a fraction of a millisecond."""
 
 
 @final
@@ -44,6 +48,7 @@ class SegmentGroup:
       task: where.
       kind: ``read`` for whole reads whose values leave the task, ``lookup`` for such
         reads of rows, ``route``, ``merge`` and ``split`` for what moves rows,
+        ``join`` for what puts parts of variables together, see ``part_joins``,
         ``alone`` for one operation that says so, else ``segment``.
       ops: indices, in program order, with the copies of what is repeated.
       roots: the ops that are not copies.
@@ -95,7 +100,8 @@ def cut(
       buckets: whether segments become several, so that large values travel while they
         compute.
     """
-    links = _links(flow, task, driver)
+    joins = frozenset() if buckets else part_joins(flow, task)
+    links = _links(flow, task, driver, joins)
     merged = merge(*links.quotient(links.levels()))
     together = {i: unit for unit in links.members.values() for i in unit}
     pieces = overlap(flow, merged, links.before, links.after, together)
@@ -104,13 +110,50 @@ def cut(
     return links.finish(pieces, buckets=buckets)
 
 
-def _links(flow: Flow, task: Mapping[int, TaskName], driver: TaskName) -> "_Links":
+def part_joins(flow: Flow, task: Mapping[int, TaskName]) -> frozenset[int]:
+    """Returns the operations that put large parts of variables together.
+
+    A parameter that is cut over several tasks is needed whole. XLA would copy all of it
+    into memory of its own; the runtime maps parts that lie in shared memory one behind
+    the other, where each ends with a page. Some part is of another task: what is here
+    may as well be read where it is used.
+
+    Args:
+      flow: the analyzed graph.
+      task: of each operation.
+    """
+    return frozenset(
+        op.index
+        for op in flow.ops.values()
+        if op.equation.primitive.name == "concatenate" and _is_join(flow, task, op)
+    )
+
+
+def _is_join(flow: Flow, task: Mapping[int, TaskName], op: Op) -> bool:
+    operands = op.equation.invars
+    if op.equation.params["dimension"] or op.index in flow.free:
+        return False
+    if any(isinstance(v, Literal) or v not in flow.producer for v in operands):
+        return False
+    makers = [flow.producer[v] for v in operands]
+    if not all(flow.ops[maker].is_whole_read for maker in makers):
+        return False
+    if all(task[maker] == task[op.index] for maker in makers):
+        return False
+    sizes = [flow.type_of(v).nbytes for v in operands]
+    in_pages = not any(size % PAGE_BYTES for size in sizes[:-1])
+    return in_pages and sum(sizes) >= JOIN_BYTES
+
+
+def _links(
+    flow: Flow, task: Mapping[int, TaskName], driver: TaskName, joins: frozenset[int]
+) -> "_Links":
     ways = local_ways(flow, task)
-    links = _Links(flow, dict(task), driver, ways)
+    links = _Links(flow, dict(task), driver, ways, joins)
     apart = links.led_away()
     if apart:
         ways = {i: way for i, way in ways.items() if i not in apart}
-        links = _Links(flow, dict(task), driver, ways)
+        links = _Links(flow, dict(task), driver, ways, joins)
     if links.tangled():
         raise InternalError.of(
             f"operations of '{flow.graph.name}' that wait for each other"
@@ -124,6 +167,7 @@ class _Links:
 
     Attributes:
       ways: variables that each op of an update made together computes anew.
+      joins: ops that are no code, but put parts together.
       unit: for each root, the number of what it is made together with.
       members: the roots of each unit, alone or not.
     """
@@ -132,6 +176,7 @@ class _Links:
     task: dict[int, TaskName]
     driver: TaskName
     ways: Mapping[int, int]
+    joins: frozenset[int]
     roots: list[int] = field(default_factory=list)
     after: dict[int, set[int]] = field(default_factory=dict)
     before: dict[int, set[int]] = field(default_factory=dict)
@@ -188,7 +233,7 @@ class _Links:
         while todo:
             op = self.flow.ops[todo.pop()]
             # What moves rows is no code that could read a variable.
-            reads = not self.flow.moves_rows(op)
+            reads = not self.flow.moves_rows(op) and op.index not in self.joins
             for var in self.flow.inputs(op):
                 producer = self.flow.producer.get(var)
                 if producer is None or producer in found:
@@ -216,6 +261,8 @@ class _Links:
             return "lookup"
         if op.equation.primitive.name == "alone":
             return "alone"
+        if index in self.joins:
+            return "join"
         return self.flow.moves_rows(op) or "segment"
 
     def _find_reread(self) -> None:

@@ -238,6 +238,18 @@ class UnpackNode:
 
 @final
 @dataclass(frozen=True, slots=True)
+class JoinNode:
+    """Puts arrays one after the other along their first axis.
+
+    Where they lie in shared memory they are mapped so, and nothing is copied.
+    """
+
+    values: tuple[ValueId, ...]
+    out: ValueId
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class SendNode:
     """Sends values to one task in one message; never blocks the partition."""
 
@@ -310,6 +322,7 @@ Node: TypeAlias = (
     | MergeNode
     | SplitNode
     | UnpackNode
+    | JoinNode
     | SendNode
     | RecvNode
     | ContributeNode
@@ -335,7 +348,7 @@ def inputs_of(node: Node) -> tuple[ValueId, ...]:
             return (node.value, *node.local)
         case UnpackNode():
             return (node.value,)
-        case SendNode() | WriteNode() | FetchNode():
+        case SendNode() | WriteNode() | FetchNode() | JoinNode():
             return node.values
         case ContributeNode():
             return (*node.values, node.slot)
@@ -365,7 +378,7 @@ def outputs_of(node: Node) -> tuple[ValueId, ...]:
             | UnpackNode()
         ):
             return node.outs
-        case FeedNode() | ConstNode() | MergeNode():
+        case FeedNode() | ConstNode() | MergeNode() | JoinNode():
             return (node.out,)
         case RouteNode():
             return (node.positions, *node.local)

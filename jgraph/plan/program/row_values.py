@@ -26,6 +26,7 @@ from jgraph.graph.rows.rows import (
 )
 from jgraph.plan.program.nodes import (
     CheckNode,
+    JoinNode,
     MergeNode,
     RouteNode,
     SegmentNode,
@@ -278,7 +279,7 @@ def split(values: Array, local: Sequence[Array]) -> list[Array]:
 
 
 def moved(
-    node: RouteNode | CheckNode | MergeNode | SplitNode | UnpackNode,
+    node: RouteNode | CheckNode | MergeNode | SplitNode | UnpackNode | JoinNode,
     value_of: Callable[[ValueId], Array],
     types: Sequence[ValueType],
 ) -> list[Array]:
@@ -304,11 +305,25 @@ def moved(
     if isinstance(node, UnpackNode):
         cuts = cuts_of([types[v] for v in node.outs])
         return unpacked(np.asarray(value_of(node.value)), cuts)
+    if isinstance(node, JoinNode):
+        return [put_together([np.asarray(value_of(v)) for v in node.values])]
     local = [value_of(v) for v in node.local]
     if isinstance(node, SplitNode):
         return split(np.asarray(value_of(node.value)), local)
     rows = [np.asarray(value_of(v)) for v in node.values]
     return [merge(local, rows, types[node.out])]
+
+
+def put_together(parts: Sequence[Array]) -> Array:
+    """Returns arrays one after the other along their first axis, copied.
+
+    Example:
+      >>> put_together([np.int32([1, 2]), np.int32([3])]).tolist()
+      [1, 2, 3]
+    """
+    rows = sum(len(part) for part in parts)
+    type_ = ValueType((rows, *parts[0].shape[1:]), parts[0].dtype.name)
+    return np.concatenate(parts, out=aligned_empty(type_))
 
 
 _LOOKED_AT = np.zeros((), np.int32)

@@ -6090,6 +6090,7 @@ class Node(_message.Message):
     SPLIT_FIELD_NUMBER: _builtins.int
     UNPACK_FIELD_NUMBER: _builtins.int
     CHECK_FIELD_NUMBER: _builtins.int
+    JOIN_FIELD_NUMBER: _builtins.int
     CONTRIBUTE_FIELD_NUMBER: _builtins.int
     AGGREGATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
@@ -6121,6 +6122,8 @@ class Node(_message.Message):
     @_builtins.property
     def check(self) -> Global___CheckNode: ...
     @_builtins.property
+    def join(self) -> Global___JoinNode: ...
+    @_builtins.property
     def contribute(self) -> Global___ContributeNode: ...
     @_builtins.property
     def aggregate(self) -> Global___AggregateNode: ...
@@ -6141,14 +6144,15 @@ class Node(_message.Message):
         split: Global___SplitNode | None = ...,
         unpack: Global___UnpackNode | None = ...,
         check: Global___CheckNode | None = ...,
+        join: Global___JoinNode | None = ...,
         contribute: Global___ContributeNode | None = ...,
         aggregate: Global___AggregateNode | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["aggregate", b"aggregate", "check", b"check", "const", b"const", "contribute", b"contribute", "feed", b"feed", "fetch", b"fetch", "kind", b"kind", "lookup", b"lookup", "merge", b"merge", "read", b"read", "recv", b"recv", "route", b"route", "segment", b"segment", "send", b"send", "split", b"split", "unpack", b"unpack", "write", b"write"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["aggregate", b"aggregate", "check", b"check", "const", b"const", "contribute", b"contribute", "feed", b"feed", "fetch", b"fetch", "join", b"join", "kind", b"kind", "lookup", b"lookup", "merge", b"merge", "read", b"read", "recv", b"recv", "route", b"route", "segment", b"segment", "send", b"send", "split", b"split", "unpack", b"unpack", "write", b"write"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate", b"aggregate", "check", b"check", "const", b"const", "contribute", b"contribute", "feed", b"feed", "fetch", b"fetch", "kind", b"kind", "lookup", b"lookup", "merge", b"merge", "read", b"read", "recv", b"recv", "route", b"route", "segment", b"segment", "send", b"send", "split", b"split", "unpack", b"unpack", "write", b"write"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate", b"aggregate", "check", b"check", "const", b"const", "contribute", b"contribute", "feed", b"feed", "fetch", b"fetch", "join", b"join", "kind", b"kind", "lookup", b"lookup", "merge", b"merge", "read", b"read", "recv", b"recv", "route", b"route", "segment", b"segment", "send", b"send", "split", b"split", "unpack", b"unpack", "write", b"write"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["feed", "fetch", "const", "read", "write", "segment", "send", "recv", "route", "lookup", "merge", "split", "unpack", "check", "contribute", "aggregate"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["feed", "fetch", "const", "read", "write", "segment", "send", "recv", "route", "lookup", "merge", "split", "unpack", "check", "join", "contribute", "aggregate"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -6363,6 +6367,31 @@ class UnpackNode(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UnpackNode: _TypeAlias = UnpackNode  # noqa: Y015
+
+@_typing.final
+class JoinNode(_message.Message):
+    """Puts arrays one after the other along their first axis."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    OUT_FIELD_NUMBER: _builtins.int
+    out: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.int] | None = ...,
+        out: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["out", b"out", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinNode: _TypeAlias = JoinNode  # noqa: Y015
 
 @_typing.final
 class Rows(_message.Message):

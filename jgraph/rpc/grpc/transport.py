@@ -2,10 +2,12 @@
 
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
+
+import numpy as np
 
 from jgraph.errors import ConfigError
 from jgraph.graph.device import TaskName
@@ -28,6 +30,7 @@ from jgraph.rpc.security.auth import Roles
 from jgraph.rpc.security.tls import TLS
 from jgraph.rpc.security.token import Token
 from jgraph.rpc.serving import HELLO_METHOD
+from jgraph.rpc.shared_memory.joining import Joins
 from jgraph.rpc.shared_memory.memory_files import is_supported
 from jgraph.rpc.shared_memory.shared_memory import SendMemories
 from jgraph.rpc.sockets.connecting import DataDialer
@@ -134,6 +137,7 @@ class GrpcTransport:
         self._hello = hello(task, self.incarnation, protocol)
         is_near = same_machine == "auto" and is_supported()
         self._memories = SendMemories(max_shared_bytes, near=is_near)
+        self._joins = Joins(self._memories.slabs)
         self._max_queued_bytes = max_queued_bytes or default_queue_limit()
         self._room = RequestBudget(max_request_bytes)
         identity = tls.load(task) if tls is not None else None
@@ -321,6 +325,12 @@ class GrpcTransport:
     def _decoder(self) -> Decoder:
         return Decoder(max_frame_bytes=self._max_frame_bytes, take=self._buffers.take)
 
+    async def join(
+        self, parts: Sequence[np.ndarray[Any, Any]]
+    ) -> np.ndarray[Any, Any] | None:
+        """See ``Transport.join``."""
+        return await self._joins.join(parts) if self._memories.is_near else None
+
     async def give_back_memory(self) -> None:
         """See ``Transport.give_back_memory``."""
         await self._memories.give_back()
@@ -345,4 +355,5 @@ class GrpcTransport:
             if self._port is not None:
                 await self._port.close()
         await self._lines.close()
+        self._memories.close()
         await self._routes.close()

@@ -49,11 +49,11 @@ async def lend(prepared: Prepared, memory: SendMemory) -> Mapping[int, pb.Shared
         room = memory.lend(array)
         if room is not None:
             lent[at] = room[0]
-            await _fill(room[1], flat_bytes(array))
+            await fill(room[1], flat_bytes(array))
     return lent
 
 
-async def _fill(loan: Loan, source: Bytes) -> None:
+async def fill(loan: Loan, source: Bytes) -> None:
     """Copies a tensor to its block, unless others have been lent it there."""
     async with loan.filling:
         if not loan.is_filled:

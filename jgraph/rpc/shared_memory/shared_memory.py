@@ -148,25 +148,26 @@ class SendMemories:
       near: there are peers that can map it.
 
     Attributes:
+      slabs: the memory.
       is_near: it can be had; not where the process could allocate none.
     """
 
     def __init__(self, most_bytes: int | None, *, near: bool) -> None:
         most = default_limit() if most_bytes is None else most_bytes
-        self._slabs = Slabs(Budget(most))
+        self.slabs = Slabs(Budget(most))
         self.is_near = near
 
     @property
     def taken(self) -> int:
         """Bytes that are allocated."""
-        return self._slabs.taken
+        return self.slabs.taken
 
     def new(self) -> SendMemory | None:
         """Returns the memory of a link; None: its tensors travel in the stream."""
         if not self.is_near:
             return None
         try:
-            return SendMemory(self._slabs)
+            return SendMemory(self.slabs)
         except OSError as error:
             _logger.info(
                 "Tensors go through streams, not through shared memory: this process "
@@ -178,7 +179,12 @@ class SendMemories:
 
     async def give_back(self) -> None:
         """Gives large blocks back that nobody has borrowed."""
-        await self._slabs.give_back()
+        await self.slabs.give_back()
+
+    def close(self) -> None:
+        """Lets go of memory that no link has any more."""
+        if not self.slabs.lenders:
+            self.slabs.close()
 
 
 @final
@@ -226,6 +232,14 @@ class ReceiveMemory:
         if slab is None:
             slab = self._slabs[fd] = map_foreign(self._pid, fd, self._nonce)
         return slab
+
+
+def is_received(array: np.ndarray[Any, Any]) -> bool:
+    """Whether an array lies in shared memory that another task has lent."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base, _Lease)
 
 
 class _Lease:

@@ -74,6 +74,7 @@ class Slabs:
     Attributes:
       nonce: what all its files begin with.
       lenders: who lends of it; memory is taken only when these have none back.
+      joins: what this task itself has of it.
 
     Example:
       >>> slabs = Slabs(Budget(1 << 20))
@@ -89,6 +90,7 @@ class Slabs:
     def __init__(self, budget: Budget, slab_bytes: int = SLAB_BYTES) -> None:
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.lenders = weakref.WeakSet[Lender]()
+        self.joins: Lender | None = None
         self._budget = budget
         self._pool = BlockPool(budget, slab_bytes)
         self._files: dict[int, MemoryFile] = {}
@@ -118,8 +120,7 @@ class Slabs:
         """Returns a block that nobody has; None when all is lent."""
         block = self._pool.take(nbytes)
         if block is None:
-            for lender in list(self.lenders):
-                lender.collect()
+            self._collect()
             block = self._pool.take(nbytes)
         if block is None and self._grow(nbytes):
             block = self._pool.take(nbytes)
@@ -128,8 +129,14 @@ class Slabs:
         file, start = self._files[block.slab], PAGE_BYTES + block.offset
         return Loan(block, file.fd, start, file.data[start : start + nbytes])
 
+    def _collect(self) -> None:
+        for lender in (*self.lenders, *([] if self.joins is None else [self.joins])):
+            lender.collect()
+
     def give(self, loan: Loan) -> None:
         """Takes a block back that no receiver has any more."""
+        if loan.block.slab not in self._files:
+            return  # all links ended since it was lent
         known = self._known.get(loan.tensor)
         if known is not None and known[1] is loan:
             del self._known[loan.tensor]
@@ -154,8 +161,7 @@ class Slabs:
         Args:
           least: smaller pieces stay, for the next frames.
         """
-        for lender in list(self.lenders):
-            lender.collect()
+        self._collect()
         blocks = self._pool.take_large(least)
         try:
             await asyncio.to_thread(self._empty, blocks)

@@ -20,6 +20,7 @@ from jgraph.plan.program.nodes import (
     ContributeNode,
     FeedNode,
     FetchNode,
+    JoinNode,
     LookupNode,
     MergeNode,
     Node,
@@ -134,8 +135,8 @@ class _PartitionCheck:
                 self.same_types([value], [node.out])
             case ReadNode() | WriteNode():
                 self.access(node)
-            case UnpackNode():
-                self.unpacked(node)
+            case UnpackNode() | JoinNode():
+                self.cut_or_joined(node)
             case SegmentNode():
                 self.segment(node)
             case LookupNode() | RouteNode() | CheckNode() | MergeNode() | SplitNode():
@@ -175,11 +176,26 @@ class _PartitionCheck:
         for run in runs(self.stored(variables), packs)[0]:
             _check_packed(run)
 
-    def unpacked(self, node: UnpackNode) -> None:
+    def cut_or_joined(self, node: UnpackNode | JoinNode) -> None:
+        if isinstance(node, JoinNode):
+            self.joined(node)
+            return
         outs = [self.type(v) for v in node.outs]
         require(bool(outs), "it makes no value")
         _check_packed(outs)
         self.same_types([packed_type(outs)], [node.value])
+
+    def joined(self, node: JoinNode) -> None:
+        parts = [self.type(v) for v in node.values]
+        require(bool(parts) and all(p.shape for p in parts), "it joins no arrays")
+        plain = not any(p.ragged or p.symbols for p in parts)
+        require(plain, "it joins arrays whose size is not known")
+        rows = sum(p.shape[0] for p in parts)
+        whole = replace(parts[0], shape=(rows, *parts[0].shape[1:]))
+        self.same_types([whole], [node.out])
+        for part, value in zip(parts, node.values, strict=True):
+            due = replace(whole, shape=(part.shape[0], *whole.shape[1:]))
+            self.same_types([due], [value])
 
     def gated(self, node: ContributeNode | AggregateNode) -> None:
         require(bool(self.partition.gate), "its partition names no gate")

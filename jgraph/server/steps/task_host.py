@@ -12,6 +12,7 @@ import numpy as np
 
 from jgraph import _compat
 from jgraph.graph.ir import TaskName
+from jgraph.plan.program.row_values import put_together
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.runtime.cost import Cost, available_cores, runs_at_once
 from jgraph.runtime.rendezvous import StepKey
@@ -51,6 +52,7 @@ class TaskHost:
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._cores = available_cores()
         self.computes_at_once = False
+        self._joining: set[asyncio.Task[np.ndarray[Any, Any] | None]] = set()
         self._pool = ThreadPoolExecutor(
             max_workers=4 + self._cores, thread_name_prefix="jgraph-work"
         )
@@ -119,6 +121,30 @@ class TaskHost:
             done(result)
 
         self._loop.call_soon_threadsafe(back)
+
+    def join(
+        self,
+        parts: Sequence[np.ndarray[Any, Any]],
+        done: Callable[[np.ndarray[Any, Any] | BaseException], None],
+        cost: Cost,
+    ) -> None:
+        """Puts arrays one after the other: mapped so, or else by a copy in a thread."""
+        began = self._clock.now()
+
+        def is_over(joining: "asyncio.Task[np.ndarray[Any, Any] | None]") -> None:
+            self._joining.discard(joining)
+            if joining.cancelled():
+                return
+            outcome = joining.exception() or joining.result()
+            if outcome is None:
+                self.submit(lambda: put_together(parts), done, cost)
+            else:
+                cost.began_s, cost.ended_s = began, self._clock.now()
+                done(outcome)
+
+        joining = self._loop.create_task(self._context.transport.join(parts))
+        self._joining.add(joining)
+        joining.add_done_callback(is_over)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Runs ``work`` in a thread and waits for it."""

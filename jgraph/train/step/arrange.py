@@ -20,7 +20,13 @@ from typing import Any, Final, TypeAlias, final
 from jgraph.errors import ConfigError
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName, VariableSpec
-from jgraph.graph.sharding import Partitioner, Sharding, array_nbytes, sharding_of
+from jgraph.graph.sharding import (
+    Partitioner,
+    Sharding,
+    array_nbytes,
+    at_pages,
+    sharding_of,
+)
 from jgraph.graph.variable import Variable
 from jgraph.plan.placement.rearrange import arrangements
 from jgraph.plan.placement.spread import nbytes_of
@@ -211,17 +217,16 @@ class Arrangement:
             if group in table_shards:
                 table = table_shards[group]
                 return self._column(name, by_name[name], container, table, devices)
-            counts = cuts.get(group)
+            cut = cuts.get(group)
             shape = _shape(by_name[name])
-            if counts is None or shape != _shape(by_name[group]):
+            if cut is None or shape != _shape(by_name[group]):
                 device = devices[0] if devices else DeviceSpec()
                 return Variable(name, by_name[name], device=device, container=container)
             return Variable(
                 name,
                 by_name[name],
                 container=container,
-                partitioner=lambda *_: counts,
-                partition_strategy=self.partition_strategy,
+                sharding=cut,
                 shard_devices=devices,
             )
 
@@ -288,7 +293,7 @@ class Arrangement:
             table=table.spec,
         )
 
-    def _cut(self, name: str, value: Any, total: int) -> list[int] | None:
+    def _cut(self, name: str, value: Any, total: int) -> Sharding | None:
         partitioner = self.partitioner
         if partitioner is None and self.elastic is not None:
             partitioner = partial(self.elastic.cut, total=total)
@@ -304,11 +309,9 @@ class Arrangement:
         shape, dtype = _shape(value), _dtype(value)
         counts = partitioner(shape, dtype)
         cut = sharding_of(name, shape, counts, self.partition_strategy)
-        return None if cut is None else _counts(cut, len(shape))
-
-
-def _counts(cut: Sharding, ndim: int) -> list[int]:
-    return [cut.shards if axis == cut.axis else 1 for axis in range(ndim)]
+        if cut is None or self.owners is None or partitioner != self.owners.cut:
+            return cut
+        return at_pages(cut, shape, dtype)  # each owner makes a whole of all parts
 
 
 def _key(group: str, shard: int) -> str:

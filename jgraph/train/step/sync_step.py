@@ -396,15 +396,12 @@ class SyncStep:
 
     def _beside(self, variable: Variable, prefix: str = MEAN) -> Variable:
         """Returns the variable for the mean of one, or the sum, cut as that one is."""
-        cut, shape = variable.spec.sharding, variable.shape
-        counts = [cut.shards if cut and n == cut.axis else 1 for n in range(len(shape))]
         return Variable(
             prefix + variable.name,
-            (shape, jnp.uint32 if prefix == SUM else variable.dtype, None),
+            (variable.shape, jnp.uint32 if prefix == SUM else variable.dtype, None),
             device=variable.device,
             container=self._step.container,
-            partitioner=None if cut is None else lambda *_: counts,
-            partition_strategy=cut.layout.kind if cut else "div",
+            sharding=variable.spec.sharding,
             shard_devices=variable.spec.shard_devices,
         )
 

@@ -16,6 +16,7 @@ from jgraph.plan.program.nodes import (
     AggregateNode,
     ConstNode,
     FetchNode,
+    JoinNode,
     LookupNode,
     MergeNode,
     Node,
@@ -249,6 +250,11 @@ WRONG |= {
         3, dataclasses.replace(SEGMENT, read_packs=(0,))
     ),
     "it makes no value": rows_program(split=UnpackNode(6, ())),
+    "it joins no arrays": rows_program(split=JoinNode((), 7)),
+    "it joins arrays whose size is not known": rows_program(split=JoinNode((4, 5), 7)),
+    "types [float32[3,2]] where [float32[6,2]] are due": rows_program(
+        split=JoinNode((6, 6), 7), value7=MERGED, value8=MERGED
+    ),
     "it packs values that cannot lie in one array": rows_program(
         split=UnpackNode(6, (7, 8))
     ),
