@@ -50,8 +50,7 @@ _OPERATIONS: Final[dict[str, Operation]] = {
     "transposed": lambda x: x.T,
     "repeated": lambda x: jnp.repeat(x, 2, 0),
     "sorted": lambda x: jnp.sort(x, -1),
-    # Of unsigned numbers, XLA makes wrong ones with the options that tests have.
-    "negated": lambda x: -x if x.dtype.kind == "i" else x,
+    "negated": lambda x: -x,
     "flat": lambda x: x.reshape(-1),
     "one more axis": lambda x: x[None],
     "compared": lambda x: x > 3,
@@ -100,7 +99,9 @@ class Case:
 
     def __init__(self, seed: int) -> None:
         draw, numbers = random.Random(seed), np.random.default_rng(seed)
-        self.rows = draw.choice([300, 40, 13])
+        # Of more rows than uint8 has numbers XLA makes wrong ones, with the options
+        # that tests have, where JAX alone fills what is out of range.
+        self.rows = draw.choice([200, 40, 13])
         dtype = np.dtype(draw.choice(["int8", "int16", "int32", "uint8", "uint32"]))
         count = draw.choice([0, 1, 1, 2, 3])
         self.chain = [draw.choice(list(_OPERATIONS)) for _ in range(count)]
