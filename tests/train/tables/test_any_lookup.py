@@ -8,6 +8,7 @@ never.
 
 import random
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any, Final, TypeAlias
 
 import flax.linen as nn
@@ -27,6 +28,12 @@ SEEDS: Final = 200
 BLOCK: Final = 5
 EXAMPLES: Final = 4
 STEPS: Final = 2
+# What tests compile with takes numbers of 8 bits wrongly, in plain JAX, too.
+_OPTIONS: Final[Any] = (
+    {"xla_cpu_use_fusion_emitters": True}
+    if version("jaxlib").startswith("0.10.")
+    else None
+)
 Operation: TypeAlias = Callable[[Any], Any]
 Lookup: TypeAlias = Callable[[Any, Any], Any]
 
@@ -99,9 +106,7 @@ class Case:
 
     def __init__(self, seed: int) -> None:
         draw, numbers = random.Random(seed), np.random.default_rng(seed)
-        # Of more rows than uint8 has numbers XLA makes wrong ones, with the options
-        # that tests have, where JAX alone fills what is out of range.
-        self.rows = draw.choice([200, 40, 13])
+        self.rows = draw.choice([300, 40, 13])
         dtype = np.dtype(draw.choice(["int8", "int16", "int32", "uint8", "uint32"]))
         count = draw.choice([0, 1, 1, 2, 3])
         self.chain = [draw.choice(list(_OPERATIONS)) for _ in range(count)]
@@ -149,7 +154,7 @@ class Case:
         """Returns the table after some steps of plain JAX."""
         params: Any = {"t": jnp.asarray(self.values)}
         state = self.tx.init(params)
-        gradient = jax.jit(jax.grad(self.loss))
+        gradient = jax.jit(jax.grad(self.loss), compiler_options=_OPTIONS)
         for _ in range(STEPS):
             updates, state = self.tx.update(gradient(params, self.batch), state, params)
             params = optax.apply_updates(params, updates)
@@ -169,7 +174,10 @@ def by_graph(case: Case, *, alone: bool) -> tuple[Any, bool]:
         check = id_check_of(step, avals)
         assert check is not None
         is_refused = check.error(check.look(zero, zero, *leaves), 0) is not None
-    run = jax.jit(lambda values, feeds: eval_graph(graph, values, feeds)[1])
+    run = jax.jit(
+        lambda values, feeds: eval_graph(graph, values, feeds)[1],
+        compiler_options=_OPTIONS,
+    )
     values = step.initial_values
     for number in range(STEPS):
         values = run(values, [*leaves, np.int32(number), zero])
