@@ -16,7 +16,7 @@ PAGE_BYTES: Final = 4096
 """Of the memory of all systems that have shared memory files for us."""
 
 _PAGES: Final = 16
-"""What must be cut at pages is cut evenly to a sixteenth of a part."""
+"""What must be cut at pages is cut evenly to an eighth of a part."""
 
 Partitioner: TypeAlias = Callable[[Sequence[int], Any], Sequence[int]]
 """Number of shards per axis, given shape and dtype."""
