@@ -178,7 +178,7 @@ class SyncPS:
         ps, where that network is the limit. One and a half times as many as ps are
         enough if all hosts have the same network, and too few if that of a ps is
         faster than a worker's; ``jgraph simulate --max-readers`` tells what it brings.
-        None: all read at once.
+        None: all read at once. Only with ``dense="ps"``.
 
     Raises:
       ConfigError: a number outside what is possible.
@@ -250,6 +250,13 @@ class SyncPS:
                 f"SyncPS(dense={self.dense!r}) with elastic=: each worker holds its "
                 "part of the parameters, so none may join or leave a run that goes "
                 "on; leave out elastic=, or write dense='ps'"
+            )
+        if self.dense != "ps" and self.max_readers is not None:
+            raise ConfigError(
+                f"SyncPS(dense={self.dense!r}) with max_readers={self.max_readers}: "
+                "workers that hold parameters read from each other, and who waits for "
+                "a turn would keep what others wait for; leave out max_readers=, or "
+                "write dense='ps'"
             )
         if self.dense == "xla":
             _check_collectives(self)

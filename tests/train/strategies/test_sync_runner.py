@@ -330,6 +330,8 @@ def test_plan_shows_what_is_contributed(cluster: Cluster) -> None:
         ({"backup_workers": -1}, "backup_workers is -1"),
         ({"max_readers": 0}, "max_readers is 0; at least 1 worker reads at a time"),
         ({"max_readers": 0.5}, "max_readers is 0.5"),
+        ({"max_readers": 2, "dense": "workers"}, "dense='workers'.*max_readers=2: "),
+        ({"max_readers": 2, "dense": "auto"}, "dense='auto'.*max_readers=2: "),
         ({"backup_workers": 0.5}, "backup_workers is 0.5; give a whole number"),
         ({"replicas_to_aggregate": 1.5}, "replicas_to_aggregate is 1.5"),
         ({"step_timeout_s": 0}, "step_timeout_s is 0"),
