@@ -69,10 +69,13 @@ def have_rows(ids: np.ndarray[Any, Any], rows: int) -> bool:
     Example:
       >>> have_rows(np.array([3, 4]), 5), have_rows(np.array([3, -1]), 5)
       (True, False)
+      >>> have_rows(np.array([200], np.uint8), 256)
+      True
     """
     # As unsigned ones negative numbers are large: one look at each is enough.
     unsigned = ids.view(np.dtype(f"u{ids.itemsize}"))
-    return ids.size == 0 or bool(unsigned.max() < min(rows, 1 << 8 * ids.itemsize - 1))
+    most = 1 << 8 * ids.itemsize - (ids.dtype.kind == "i")
+    return ids.size == 0 or bool(unsigned.max() < min(rows, most))
 
 
 def may_be_ids(type_: Any) -> bool:

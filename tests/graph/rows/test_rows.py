@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from jgraph.graph.rows.rows import (
     Layout,
+    have_rows,
     merge_rows,
     route_rows,
     split_rows,
@@ -77,3 +78,18 @@ def test_row_operations_can_be_compiled_and_exported() -> None:
     assert jax.jit(fn)(ids, table).tolist() == [4.0, 1.0, 4.0]
     exported = jax.export.export(jax.jit(fn))(ids, table)
     assert exported.call(ids, table).tolist() == [4.0, 1.0, 4.0]
+
+
+@pytest.mark.parametrize("rows", [1, 13, 128, 129, 200, 256, 257, 2**31 - 1])
+@pytest.mark.parametrize(
+    "dtype",
+    ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"],
+)
+def test_integers_have_rows_where_they_count_them(dtype: str, rows: int) -> None:
+    kind: Any = np.iinfo(dtype)
+    near = {n + more for n in (0, 128, 256, rows, 2**31) for more in (-1, 0, 1)}
+    for number in {*near, int(kind.min), int(kind.max)}:
+        if kind.min <= number <= kind.max:
+            ids = np.array([[0, number]], dtype)
+            assert have_rows(ids, rows) == (0 <= number < rows), number
+    assert have_rows(np.zeros(0, dtype), rows)
