@@ -167,9 +167,16 @@ class LiveModel:
         """Address for gRPC; empty without it."""
         return self.server.grpc_target
 
-    def curl(self) -> str:
-        """Returns a command line that asks the model, with its example."""
-        return self.server.curl(self.name)
+    def curl(self, model: str = "") -> str:
+        """Returns a command line that asks the model, with its example.
+
+        Args:
+          model: its name, as for ``ModelServer.curl``; may be left out.
+
+        Raises:
+          ModelNotFoundError: the server has no model of that name.
+        """
+        return self.server.curl(model or self.name)
 
     def stop(self, drain_s: float = 0.0) -> None:
         """Ends the server; the run goes on.

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import subprocess
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from jgraph.cluster import event_loop
 from jgraph.errors import (
     ArtifactError,
     ConfigError,
+    ModelNotFoundError,
     RowIdError,
     TaskLostError,
 )
@@ -118,6 +120,16 @@ def test_answers_are_those_of_the_trained_model(
     x = batch(11, seed=1)  # cut into executions of four, and padded
     expected = trainer.predict(x, fn=score)["score"]
     np.testing.assert_allclose(live.refresh().predict(x)["score"], expected, rtol=1e-6)
+
+
+def test_a_line_asks_the_model_whether_it_is_named_or_not(live: LiveModel) -> None:
+    asked = subprocess.run(
+        live.curl("ctr"), shell=True, capture_output=True, timeout=30, check=True
+    )
+    assert json.loads(asked.stdout)["model_name"] == "ctr"
+    assert live.curl() == live.curl("ctr")
+    with pytest.raises(ModelNotFoundError, match="cvr"):
+        live.curl("cvr")
 
 
 def test_ids_that_are_inputs_are_not_computed_and_others_are(
