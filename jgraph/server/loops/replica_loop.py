@@ -211,7 +211,7 @@ class LoopRun:
             self._take(StepComputed(step))
         else:
             self._unwell = step
-            self._take(StepUnwell(step, error))
+            self._give_up(step, error)
 
     def _over(self, step: int, error: JGError | None) -> None:
         if isinstance(error, StaleGradientError):
@@ -227,10 +227,15 @@ class LoopRun:
             case RunOverError():
                 self._take(StepUnwanted(step))
             case _ if isinstance(error, BATCH_ERRORS):
-                self._take(StepUnwell(step, error))
+                self._give_up(step, error)
                 self._take(StepAcknowledged(step))
             case _:
                 self._take(StepFailed(step, error))
+
+    def _give_up(self, step: int, error: JGError) -> None:
+        """Ends after the steps in flight, as a batch cannot be trained on."""
+        self._take(StepUnwell(step, error))
+        self._inputs.give_up(over=False)
 
     def _end(self, state: str, error: JGError | None) -> None:
         self._halts.end()

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jgraph.client.cluster import Cluster
-from jgraph.errors import ConfigError, NonFiniteError
+from jgraph.errors import ConfigError, NonFiniteError, RowIdError
 from jgraph.runtime.compiled.compile_cache import CompileCache
 from jgraph.runtime.loaded import load_partition
 from jgraph.train.strategies.async_runner import AsyncPS
@@ -181,6 +181,26 @@ def test_step_that_is_not_finite_ends_the_run_and_is_not_applied(
         there.fit(data(), steps=50, batch_size=8, progress=False)
     for a, b in zip(before, there.current_values(), strict=True):
         np.testing.assert_array_equal(a, b)
+    there.close()
+
+
+@pytest.mark.parametrize("sparse", ["lazy", "exact"])
+def test_a_batch_that_is_refused_ends_a_run_of_which_a_step_ahead_waits_for_data(
+    two_by_two: Cluster, sparse: Any
+) -> None:
+    """No other batch comes: each worker has one, and neither is done with it."""
+    there = Trainer(
+        Embeds(nnx.Rngs(0)),
+        sum_of_rows,
+        optax.sgd(0.125),
+        cluster=two_by_two,
+        strategy=AsyncPS(prefetch=1),
+        sparse=sparse,
+    )
+    there.fit(np.arange(16), steps=8, batch_size=4, progress=False)
+    for _ in range(3):
+        with pytest.raises(RowIdError, match="has the id 16"):
+            there.fit(np.full(16, 16), steps=2, batch_size=4, progress=False)
     there.close()
 
 
