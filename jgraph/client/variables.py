@@ -117,7 +117,7 @@ class VariableDirectory:
     def surroundings(self, variables: Iterable[Variable]) -> tuple[object, ...] | None:
         """Returns what a plan of variables hangs on beside its graph.
 
-        None: where one of them is is still open.
+        None: where one of them is, is still open.
         """
         cluster = self._cluster
         homes = tuple(self.tasks.get(v.spec.key) for v in variables)

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, final
 
 import numpy as np
@@ -154,12 +155,17 @@ def _map_again(place: int, nbytes: int, target: int) -> bool:
     """Maps pages of shared memory once more, over what is mapped at ``target``."""
     if sys.platform != "linux":
         return False
-    mremap = ctypes.CDLL(None, use_errno=True).mremap
-    mremap.restype = ctypes.c_void_p
-    nothing, whole = ctypes.c_size_t(0), ctypes.c_size_t(nbytes)
-    there = ctypes.c_void_p(target)
-    found = mremap(ctypes.c_void_p(place), nothing, whole, _TO_A_PLACE, there)
+    found = _mremap()(place, 0, nbytes, _TO_A_PLACE, target)
     return bool(found == target)
+
+
+@cache
+def _mremap() -> Any:
+    """Returns the call of Linux, with the types of what it takes."""
+    mremap = ctypes.CDLL(None).mremap
+    mremap.restype, size = ctypes.c_void_p, ctypes.c_size_t
+    mremap.argtypes = [ctypes.c_void_p, size, size, ctypes.c_int, ctypes.c_void_p]
+    return mremap
 
 
 class _Joined:
