@@ -279,7 +279,7 @@ def null_steps(
             workers=workers,
             ps=1,
             mode=mode,
-            steps=40,
+            steps=200,  # work on a shared host takes what chance draws
             backup_workers=backups,
             computing=Computing(wait_ms / 1e3),
             costs=costs,

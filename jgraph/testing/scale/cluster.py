@@ -255,7 +255,7 @@ class SimulatedCluster:
         self.sim, self.costs, self.computing = sim, costs, computing
         self._parts, self._message = parts, message
         self._further = MessageCost(costs.frame_s, message.byte_s)
-        host = None if shared is None else SharedHost(sim, shared)
+        host = None if shared is None else SharedHost(sim, shared, sim.chance)
         make = partial(OwnHost, sim) if host is None else host.task
         rate = costs.link.bytes_per_s if host is None else float("inf")
         self.read = sum(share.read for share in shares)

@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import math
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,16 +58,24 @@ class OwnHost:
 class SharedHost:
     """The cores of a host that several tasks want, first come, first served.
 
+    Pieces of work that are all as long as each other fall into step: each begins as
+    another ends, and nobody waits. With ``chance`` each takes as long as it costs on
+    average only, and is spread exponentially, which assumes no more than that average.
+
     Args:
       sim: time.
       cores: how many; of a part of one, work takes so much longer.
+      chance: draws how long a piece takes; None: all take what they cost.
 
     Attributes:
       waiting: tasks with work to do.
     """
 
-    def __init__(self, sim: Simulation, cores: float) -> None:
+    def __init__(
+        self, sim: Simulation, cores: float, chance: random.Random | None = None
+    ) -> None:
         self.sim = sim
+        self._chance = chance
         self.waiting: deque[SharingTask] = deque()
         whole = max(1, round(cores))
         self._free = whole
@@ -82,6 +91,8 @@ class SharedHost:
             self._free -= 1
             task = self.waiting.popleft()
             seconds, then = task.work.popleft()
+            if seconds and self._chance is not None:
+                seconds = self._chance.expovariate(1 / seconds)
             task.busy_s += seconds
             done = partial(self._done, task, then)
             self.sim.later(seconds / self._speed, done)

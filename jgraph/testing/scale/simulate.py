@@ -127,7 +127,8 @@ def simulate(
       computing: times of a worker's step; if unset, as its work takes at the measured
         speed.
       costs: measured ones; those that come with the package if unset.
-      cores: all tasks share one host with so many; if unset each has its own.
+      cores: all tasks share one host with so many, where work takes what it costs on
+        average; if unset each has its own, and work takes what it costs.
       seed: the same one gives the same run.
       sharded: large variables are cut into as many shards as there are ps, as by
         ``jg.min_max_variable_partitioner``.

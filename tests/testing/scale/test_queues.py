@@ -30,6 +30,27 @@ def test_work_that_comes_at_random_waits_as_long_as_an_m_d_1_queue_says(
     assert ps.busy_s / sim.now == pytest.approx(load, rel=0.02)
 
 
+def test_work_that_varies_waits_as_long_as_an_m_m_1_queue_says() -> None:
+    """Twice as long as work that is always as long as it costs on average."""
+    sim, service_s, arrivals, load = Simulation(1), 0.01, 120_000, 0.5
+    task = SharedHost(sim, 1, sim.chance).task()
+    taken: list[float] = []
+
+    def done(asked: float) -> None:
+        taken.append(sim.now - asked)
+
+    def arrive() -> None:
+        task.run(service_s, partial(done, sim.now))
+        if len(taken) < arrivals:
+            sim.later(sim.chance.expovariate(load / service_s), arrive)
+
+    arrive()
+    sim.run()
+    expected = service_s / (1 - load)
+    assert sum(taken) / len(taken) == pytest.approx(expected, rel=0.02)
+    assert task.busy_s / sim.now == pytest.approx(load, rel=0.02)
+
+
 def test_tasks_of_a_host_share_its_cores_and_each_does_one_thing_at_a_time() -> None:
     sim = Simulation(0)
     host = SharedHost(sim, cores=2)

@@ -131,6 +131,7 @@ def run(seed: int, mode: Any, **options: Any) -> Any:
 KINDS: list[tuple[Any, Any]] = [("sync", {}), ("sync", {"backup_workers": 3})]
 KINDS += [("async", {}), ("sync", {"backup_workers": 3, "max_readers": 2})]
 KINDS += [("async", {"max_staleness": 8})]
+KINDS += [("sync", {"cores": 2.0}), ("async", {"cores": 2.0})]
 
 
 @pytest.mark.parametrize(("mode", "options"), KINDS)
@@ -192,6 +193,34 @@ def test_tasks_of_one_host_take_the_cores_that_there_are(mode: Any) -> None:
     assert rate(8, 100) > 1.5 * rate(1, 100)
     assert rate(8, 1) < 1 / cpu_s
     assert rate(8, 2) == pytest.approx(2 * rate(8, 1), rel=0.3)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 6])
+def test_workers_of_one_host_wait_for_the_ps_as_a_closed_queue_says(
+    workers: int,
+) -> None:
+    """Mean value analysis: a step finds at the ps what one worker less leaves there.
+
+    Steps that were all as long as each other would never meet there, of two workers.
+    """
+    costs = replace(FREE, worker_step_s=0.5, push_s=0.4)
+    found = simulate(
+        dense_step(4, variables=1),
+        workers=workers,
+        ps=1,
+        mode="async",
+        steps=12_000 // workers,
+        computing=Computing(0.0),
+        costs=costs,
+        cores=workers + 1,
+    )
+    there, rate = 0.0, 0.0
+    for count in range(1, workers + 1):
+        at_ps_s = costs.push_s * (1 + there)
+        rate = count / (costs.worker_step_s + at_ps_s)
+        there = rate * at_ps_s
+    assert found.steps_per_s == pytest.approx(rate, rel=0.02)
+    assert found.busy["first ps"] == pytest.approx(rate * costs.push_s, rel=0.02)
 
 
 def test_bytes_cost_the_more_the_more_tasks_wait_for_a_core_of_their_host() -> None:
