@@ -261,7 +261,11 @@ TABLE = [
         ratios("torch_ddp_over_workers"),
     ),
     Row(
-        ["collectives --model wide_deep --mb 20 --workers 2"], ratios("ps_over_workers")
+        [
+            "collectives --model wide_deep --mb 20 --workers 2",
+            "collectives --model wide_deep --mb 20 --workers 2 --line 200 --steps 3",
+        ],
+        ratios("ps_over_workers"),
     ),
     Row(["collectives --kill --mb 8"], ratios("pause_ms"), "ms"),
     Row(
@@ -290,8 +294,9 @@ TABLE = [
         "s of a member and round",
     ),
 ]
-"""One host, between hosts, tables beside, a worker lost; then by workers that talk
-seldom: DiLoCo, clients with two digits each, a slow line, privacy, secure sums."""
+"""One host, between hosts, tables beside (on one host, then with each task behind a line
+of 200 Mbit/s), a worker lost; then by workers that talk seldom: DiLoCo, clients with two
+digits each, a slow line, privacy, secure sums."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
