@@ -294,9 +294,9 @@ TABLE = [
         "s of a member and round",
     ),
 ]
-"""One host, between hosts, tables beside (on one host, then with each task behind a line
-of 200 Mbit/s), a worker lost; then by workers that talk seldom: DiLoCo, clients with two
-digits each, a slow line, privacy, secure sums."""
+"""One host, between hosts, tables beside (on one host, then with each task behind a
+line of 200 Mbit/s), a worker lost; then by workers that talk seldom: DiLoCo, clients
+with two digits each, a slow line, privacy, secure sums."""
 
 
 def main(args: Sequence[str] | None = None) -> None:

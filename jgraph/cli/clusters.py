@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -232,9 +232,14 @@ def scale(
     say(facts, text, as_json=as_json)
 
 
+_DIGITS: Final = 18
+"""A number with more is none of tasks; Python refuses to read one of thousands."""
+
+
 def _count(text: str | None) -> int | str | None:
     """Returns a number of tasks, or a change, as it was typed."""
-    return int(text) if text is not None and text.isdecimal() else text
+    is_number = text is not None and text.isdecimal() and len(text) <= _DIGITS
+    return int(text) if text is not None and is_number else text
 
 
 def down(name: Name = "default", timeout: Timeout = 20, as_json: Json = False) -> None:

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any, Final, final
 
 import jax
@@ -458,7 +459,7 @@ def damaged(version: Path, file: str, why: str) -> ArtifactError:
     """Returns the error of a version that is not what was written."""
     return ArtifactError(
         f"{version} is damaged: {file}: {why:.300}; export the model again, or use "
-        f"another version (`jgraph model ls {version.parent}`)",
+        f"another version (`jgraph model ls {quote(str(version.parent))}`)",
         path=str(version),
         file=file,
     )

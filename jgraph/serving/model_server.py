@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import Any, Final, Self, TypeAlias, final
 
 import grpc
@@ -489,8 +490,8 @@ def _token(source: str | Path | None) -> Token:
         path = Path(source).expanduser()
         if not path.exists():
             raise TokenError(
-                f"there is no token at {path}; make one: `jgraph token new {path}`, or "
-                "leave --token-file away"
+                f"there is no token at {path}; make one: "
+                f"`jgraph token new {quote(str(path))}`, or leave --token-file away"
             )
         token = Token.read(path)
     with suppress(TokenError):  # there is none, and none is made

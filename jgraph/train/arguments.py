@@ -1,6 +1,6 @@
 """Validation of a Trainer's arguments, before anything is done with them."""
 
-from typing import Any
+from typing import Any, Final
 
 import flax.linen as nn
 import numpy as np
@@ -14,6 +14,9 @@ from jgraph.train.model.optimizer import check_optimizer
 from jgraph.train.pipeline.pipeline import Pipeline
 from jgraph.train.strategies.strategies import Strategy, privacy_of
 from jgraph.train.tables.row_step import SPARSE
+
+MOST_STEPS: Final = 2**63 - 1
+"""What messages count as whole numbers ends here."""
 
 
 def check_arguments(

@@ -18,7 +18,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.plan.program.types import from_plain, plain_type
 from jgraph.runtime.files.manifest import is_ours
 from jgraph.runtime.files.step_files import our_steps, put_back
-from jgraph.train.arguments import check_detachable, check_private
+from jgraph.train.arguments import MOST_STEPS, check_detachable, check_private
 from jgraph.train.checkpoint import checkpoint
 from jgraph.train.checkpoint.checkpoints import Checkpoints, is_checkpoint, newest_good
 from jgraph.train.checkpoint.flax_checkpoints import Imported, find, match, read
@@ -183,7 +183,7 @@ class Attempts:
             )
         batches = dataset.batches_per_epoch(self._batch_size)
         each = batches_per_update(self._config.cluster, self._config.strategy)
-        return max(1, request.epochs * batches // each)
+        return min(max(1, request.epochs * batches // each), MOST_STEPS)
 
     def _open(self) -> _Datasets:
         config, request = self._config, self._request

@@ -26,6 +26,7 @@ from jgraph.errors import (
     JGError,
 )
 from jgraph.train.answers import LOSS_ERRORS, Asked
+from jgraph.train.arguments import MOST_STEPS
 from jgraph.train.attempt import Attempt
 from jgraph.train.checkpoint.saver import Saver
 from jgraph.train.run.history import History
@@ -360,6 +361,8 @@ def check_counts(**counts: int) -> None:
             raise ConfigError(f"{name} is {count!r:.60}; it must be a whole number")
         if count < 1:
             raise ConfigError(f"{name} is {count}; it must be at least 1")
+        if count > MOST_STEPS:
+            raise ConfigError(f"{name} is more than {MOST_STEPS}; no run comes so far")
 
 
 def check_wait(wait_s: float) -> None:

@@ -114,6 +114,8 @@ def test_wrong_argument_of_a_trainer_is_named(
         ({"steps": 0}, ConfigError, "steps is 0"),
         ({"eval_every": 0}, ConfigError, "eval_every is 0"),
         ({"eval_every": 5}, ConfigError, "eval_every=5 needs data to evaluate on"),
+        ({"steps": 2**63}, ConfigError, "steps is more than"),
+        ({"steps": 10**30}, ConfigError, "steps is more than"),
         ({"steps": 1.5}, ConfigError, "steps is 1.5; it must be a whole number"),
         ({"steps": True}, ConfigError, "steps is True; it must be a whole number"),
         ({"batch_size": 0}, ConfigError, "batch_size is 0"),

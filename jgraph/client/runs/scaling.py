@@ -41,6 +41,8 @@ _STAGES: Final = (
     "into a pipeline of other tasks"
 )
 _CHANGE: Final = re.compile(r"[+-]\d{1,6}")
+_MOST: Final = 10_000
+"""Tasks of a job: what decides is known to keep up with so many (docs/scale.md)."""
 T = TypeVar("T")
 _Waiting: TypeAlias = Callable[[Polling], list[TaskName]]
 """Waits for what was begun; returns the tasks that there are then."""
@@ -546,6 +548,7 @@ def wanted_tasks(job: str, count: object, now: int) -> int:
 
     Raises:
       ConfigError: it is neither, or leaves none.
+      RescaleError: so many no cluster has.
 
     Example:
       >>> wanted_tasks("worker", "+2", 3), wanted_tasks("ps", "-1", 3)
@@ -568,6 +571,11 @@ def wanted_tasks(job: str, count: object, now: int) -> int:
         raise ConfigError(
             f"scale({argument}={count!r:.40}) would leave {max(wanted, 0)} of {now} "
             f"{names}; a cluster keeps 1 at least, cluster.shutdown() ends it"
+        )
+    if wanted > _MOST:
+        raise RescaleError(
+            f"scale({argument}=…) asks for more than {_MOST:,} {names}, and so many "
+            f"no cluster can have; there are {now}"
         )
     return wanted
 

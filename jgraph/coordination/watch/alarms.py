@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from shlex import quote
 from statistics import median
 from typing import Any, Final, final
 
@@ -190,7 +191,7 @@ def _old_checkpoints(seen: Seen) -> Iterator[Finding]:
                 f"the newest checkpoint of run '{run.name}' is {_time(age)} old; they "
                 f"came every {_time(usual)}"
             )
-            how = f"jgraph ckpt ls {text(run.facts, 'checkpoints')}"
+            how = f"jgraph ckpt ls {quote(text(run.facts, 'checkpoints'))}"
             yield Finding(f"old:{run.name}", "warning", what, how)
 
 

@@ -35,7 +35,12 @@ from jgraph.errors import (
     StartError,
 )
 from jgraph.graph.device import TaskName
-from jgraph.launch.local.processes import TaskProcesses, check_counts, hand_over_stdout
+from jgraph.launch.local.processes import (
+    TaskProcesses,
+    check_counts,
+    check_room,
+    hand_over_stdout,
+)
 from jgraph.launch.local.restarts import check_restarts
 from jgraph.rpc.security.token import home
 
@@ -132,6 +137,7 @@ def up(
       StartError: it could not be started; shows why.
     """
     check_counts({"ps": ps, "worker": workers})
+    check_room(ps + workers)
     check_restarts(restarts)
     if (running := find(name)) is not None:
         raise ClusterBusyError(
@@ -203,7 +209,9 @@ def start_tasks(name: str, job: str, count: int) -> None:
 
     Raises:
       ClusterUnreachableError: no such cluster runs.
+      ConfigError: there is no memory for so many.
     """
+    check_room(count)
     _order(name, f"start {job} {count}")
 
 

@@ -32,6 +32,7 @@ from jgraph.graph.device import TaskName
 from jgraph.launch.local.exit_codes import how_it_ended, memory_kills
 from jgraph.launch.local.freezes import FreezeWatch
 from jgraph.launch.local.restarts import Process, Restarter, wait_started
+from jgraph.view.units import bytes_text
 
 START_S = 60.0
 JOINS: Final = "join"
@@ -39,6 +40,9 @@ JOINS: Final = "join"
 _END_S = 5.0
 _LOG_LINES = 20
 _MODEST: Final = ("ps", "evaluator")
+_TASK_BYTES: Final = 100_000_000
+_FEW: Final = 16
+"""So many tasks are started whatever memory is left."""
 _Process = TypeVar("_Process", bound=Process)
 
 
@@ -240,6 +244,7 @@ class TaskProcesses:
         on_start: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
     ) -> None:
+        check_room(sum(counts.values()))
         self._processes: list[TaskProcess] = []
         self._restarter: Restarter | None = None
         self._freeze_watch: FreezeWatch | None = None
@@ -305,9 +310,11 @@ class TaskProcesses:
           timeout_s: limit.
 
         Raises:
+          ConfigError: there is no memory for so many.
           StartError: one ended while starting, or was not ready in time; none of them
             is left.
         """
+        check_room(count)
         environment = self._environments[job]
         make = partial(self._make, environment=environment, joins=self.spec)
         joiners = [make(job, None) for _ in range(count)]
@@ -553,6 +560,38 @@ def check_counts(counts: Mapping[str, object]) -> None:
             "example ps=2, workers=2"
         )
     ClusterSpec({job: {0: "127.0.0.1:0"} for job in counts}, port_zero=True)
+
+
+def check_room(tasks: int, memory: int | None = None) -> None:
+    """Refuses more processes than this machine has memory for.
+
+    Each takes about 100 MB when it has begun; a few may always be tried.
+
+    Args:
+      tasks: that are to be started.
+      memory: bytes that are left; as they are now, unless given.
+
+    Raises:
+      ConfigError: they would take the memory of all that runs here.
+
+    Example:
+      >>> check_room(16, memory=0)
+      >>> check_room(10_000, memory=8 << 30)
+      Traceback (most recent call last):
+      jgraph.errors.cluster.ConfigError: ...
+    """
+    if tasks <= _FEW:
+        return
+    from jgraph.server.host_room import memory_left  # with gRPC, which takes a while
+
+    left = memory_left() if memory is None else memory
+    most = max(_FEW, left // _TASK_BYTES)
+    if tasks > most:
+        raise ConfigError(
+            f"{tasks:,} tasks would be as many processes of this machine, which take "
+            f"about {_TASK_BYTES // 10**6} MB each, and {bytes_text(left)} of memory "
+            f"are left; start {most:,} here at most, and others on other hosts"
+        )
 
 
 def hand_over_stdout() -> TextIO:

@@ -10,6 +10,7 @@ import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Final, TypeAlias, final
 
 from jgraph.errors import TokenError
@@ -66,7 +67,8 @@ class Token:
             )
         if not _LONG_ENOUGH.fullmatch(value):
             raise TokenError(
-                f"{path} holds no token; make one with `jgraph token new {path}`",
+                f"{path} holds no token; make one with "
+                f"`jgraph token new {quote(str(path))}`",
                 path=str(path),
             )
         return cls(value, path)

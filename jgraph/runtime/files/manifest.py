@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, Final, final
 
 import numpy as np
@@ -225,7 +226,7 @@ def damaged(path: Path, what: str, leaves: list[str]) -> CheckpointCorruptError:
     others = f", and {len(leaves) - 1} more" if len(leaves) > 1 else ""
     return CheckpointCorruptError(
         f"the checkpoint at {path} is damaged: {what}{others}; use another one "
-        f"(`jgraph ckpt ls {path.parent}` lists them)",
+        f"(`jgraph ckpt ls {quote(str(path.parent))}` lists them)",
         path=str(path),
         leaves=leaves,
     )

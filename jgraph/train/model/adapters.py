@@ -1,5 +1,6 @@
 """Adapters of Flax models: nested dicts of named arrays and pure functions."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -130,6 +131,16 @@ def _initial(model: nn.Module, seed: int, data: Dataset) -> Tree:
 def _adapt_made(
     make: Callable[[], nnx.Module], loss: Loss, seed: int, wrt: Any
 ) -> Adapter:
+    try:
+        inspect.signature(make).bind()
+    except ValueError:  # a function of C tells nothing
+        pass
+    except TypeError as error:
+        raise ConfigError(
+            f"model is a function that needs arguments ({error}); give a flax.nnx or "
+            "flax.linen module, or a function without arguments that makes one: "
+            "lambda: Model(rngs=nnx.Rngs(0))"
+        ) from None
     abstract = nnx.eval_shape(make)
     if not isinstance(abstract, nnx.Module):
         raise ConfigError(

@@ -74,8 +74,8 @@ def _check(callback: object) -> None:
         )
     if any(hasattr(callback, hook) for hook in _KERAS):
         raise ConfigError(
-            f"{name} has the hooks of Keras, which know of epochs and batches here "
-            f"unknown to the client; {_INSTEAD}"
+            f"{name} has the hooks of Keras, which are called for each epoch and "
+            f"batch; workers train those, and not this process; {_INSTEAD}"
         )
     if not callable(callback):
         if any(hasattr(callback, hook) for hook in _HOOKS):

@@ -36,6 +36,13 @@ def test_a_count_of_workers_is_a_whole_number_above_0_or_a_change(workers: Any) 
 
 
 @pytest.mark.bad_input_row(27)
+@pytest.mark.parametrize("count", [10_001, 10**20, "+10000"])
+def test_more_tasks_than_any_cluster_has_are_refused(count: Any) -> None:
+    with pytest.raises(RescaleError, match="more than 10,000 workers"):
+        wanted_tasks("worker", count, 2)
+
+
+@pytest.mark.bad_input_row(27)
 def test_a_ps_whose_variables_no_run_moves_stays(cluster: Cluster) -> None:
     refused: list[JGError] = []
 

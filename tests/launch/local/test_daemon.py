@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.launch.local import daemon
 from jgraph.launch.local.processes import TaskProcesses
@@ -22,6 +23,20 @@ def test_orders_are_carried_out_in_the_order_that_they_were_given_in(
         (directory / name).write_text("start worker 1")
         os.utime(directory / name, ns=(at, at))
     assert [path.name for path in daemon._orders("mine")] == given
+
+
+@pytest.mark.bad_input_row(27)
+def test_more_tasks_than_there_is_memory_for_are_refused_and_none_is_started(
+    tmp_path: Path,
+) -> None:
+    for start in (
+        lambda: TaskProcesses({"ps": 1, "worker": 10**7}, tmp_path, {}),
+        lambda: daemon.up("many", 1, 10**7, 0),
+        lambda: daemon.start_tasks("none", "worker", 10**7),
+    ):
+        with pytest.raises(ConfigError, match=r"take about 100 MB each.*at most"):
+            start()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.procs

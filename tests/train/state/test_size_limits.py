@@ -87,6 +87,12 @@ def test_a_function_that_makes_something_else_is_refused() -> None:
         trainer.fit(IDS, steps=1, batch_size=4, progress=False)
 
 
+def test_a_function_that_needs_arguments_makes_no_model() -> None:
+    trainer: Any = Trainer(lambda p, x: p @ x, nnx_loss, optax.sgd(0.1))  # type: ignore[arg-type,misc]
+    with pytest.raises(ConfigError, match=r"needs arguments .*'p'.*lambda: Model"):
+        trainer.fit(IDS, steps=1, batch_size=4, progress=False)
+
+
 def test_a_variable_that_is_too_large_for_the_client_is_refused_by_name() -> None:
     variables = [Variable("b", jnp.zeros(2)), Variable("w", jnp.zeros((100, 10)))]
     check_sizes(variables)
