@@ -578,7 +578,7 @@ def check_room(tasks: int, memory: int | None = None) -> None:
       >>> check_room(16, memory=0)
       >>> check_room(10_000, memory=8 << 30)
       Traceback (most recent call last):
-      jgraph.errors.cluster.ConfigError: ...
+      jgraph.errors.ConfigError: JG-124 10,000 tasks would be as many processes ...
     """
     if tasks <= _FEW:
         return
