@@ -584,12 +584,12 @@ def check_room(tasks: int, memory: int | None = None) -> None:
         return
     from jgraph.server.host_room import memory_left  # with gRPC, which takes a while
 
-    left = memory_left() if memory is None else memory
-    most = max(_FEW, left // _TASK_BYTES)
+    room = memory_left() if memory is None else memory
+    most = max(_FEW, room // _TASK_BYTES)
     if tasks > most:
         raise ConfigError(
             f"{tasks:,} tasks would be as many processes of this machine, which take "
-            f"about {_TASK_BYTES // 10**6} MB each, and {bytes_text(left)} of memory "
+            f"about {_TASK_BYTES // 10**6} MB each, and {bytes_text(room)} of memory "
             f"are left; start {most:,} here at most, and others on other hosts"
         )
 
