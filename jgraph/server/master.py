@@ -307,9 +307,8 @@ class Master:
     async def _run_loop(self, request: Frame) -> AsyncIterator[Frame]:
         failpoint("loop.asked")
         order = body_of(request)
-        supervisor = self.runs.find(order.run)
-        if supervisor is not None:  # its reports are those of the run
-            supervisor.order(order)
+        if order.run:  # its reports are those of the run
+            self.runs.get(order.run).order(order)
             yield frame(empty=pb.Empty())
             return
         async for report in self.loop(order):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.simulation.faulty_run import FIRST, RUNS
-from tests.support.simulation.member_faults import failing, frozen, too_few
+from tests.support.simulation.member_faults import failing, frozen, leaving, too_few
 from tests.support.simulation.member_runs import simulated
 from tests.support.simulation.members import ElasticWorld
 
@@ -37,6 +37,12 @@ def test_a_worker_that_fails_before_it_is_ready_changes_nothing_for_others() -> 
     for world in each(20, lambda seed: simulated(seed, failing)):
         loops = world.workers + world.synchronous
         assert sorted(world.begun) == [f"run-{n}" for n in range(loops)]
+
+
+@pytest.mark.row(42)
+def test_a_worker_that_leaves_as_another_task_is_lost_costs_no_batch() -> None:
+    runs = each(20, lambda seed: simulated(seed, leaving))
+    assert sum(world.left for world in runs)
 
 
 @pytest.mark.row(41)

@@ -18,9 +18,10 @@ from jgraph.cluster.loop_messages import (
     order_in_run,
     plain,
 )
-from jgraph.errors import ClusterUnreachableError, TaskLostError
+from jgraph.errors import ClusterUnreachableError, JGError, TaskLostError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
+from jgraph.rpc.transport import Frame
 
 MakeLoops: TypeAlias = Callable[[str], tuple[Sequence[LoopRequest], pb.OpenGate | None]]
 """Given the name of a run, opens its gates; returns a request for each loop, and the
@@ -34,6 +35,7 @@ def submit_run(
     data: DealtData | None,
     stop: threading.Event,
     owner: Owner | None,
+    check: Callable[[], None],
 ) -> RunFollower:
     """Makes the master begin a run that it looks after, and follows it.
 
@@ -46,6 +48,7 @@ def submit_run(
       data: what is dealt out; None: training is synchronous, and a loop decides.
       stop: see ``RunFollower``.
       owner: see ``RunFollower``.
+      check: raises if a task has lost since what was made for the run.
 
     Raises:
       JGError: it does not begin.
@@ -53,18 +56,29 @@ def submit_run(
     remaining = len(cluster.tasks())
     while True:
         master, run = cluster.master, unique("run")
+        query = frame(run_query=pb.RunQuery(run=run))
         try:
             row = _order_run(cluster, run, make, about, data)
+            _check(cluster, query, check)
         except (ClusterUnreachableError, TaskLostError) as error:
             remaining -= 1
             if not remaining or error.details.get("task", master) != master:
                 raise
             take_over(cluster, error)
             continue
-        query = frame(run_query=pb.RunQuery(run=run))
         with suppress(ClusterUnreachableError, TaskLostError):  # who follows sees that
             cluster.call("Master.BeginRun", query)
         return RunFollower(cluster, info_of(row), stop, owner)
+
+
+def _check(cluster: Connection, query: Frame, check: Callable[[], None]) -> None:
+    """Lets the master forget a run that would fail at its first step."""
+    try:
+        check()
+    except JGError:
+        with suppress(JGError):  # it is lost, or was started again
+            cluster.call("Master.StopRun", query)
+        raise
 
 
 def _order_run(

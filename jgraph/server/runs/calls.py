@@ -164,7 +164,7 @@ class Runs:
             del self._supervisors[name]
 
     async def _begin(self, request: Frame) -> AsyncIterator[Frame]:
-        supervisor = self._get(body_of(request).run)
+        supervisor = self.get(body_of(request).run)
         supervisor.record.note(request)
         await self._invite(supervisor)  # so that it goes on, whatever becomes of this
         supervisor.begin_all()
@@ -341,7 +341,7 @@ class Runs:
 
     async def _journal(self, request: Frame) -> AsyncIterator[Frame]:
         query = body_of(request)
-        known = self._known(query.run) or self._get(query.run)
+        known = self._known(query.run) or self.get(query.run)
         async for entry in known.record.journal(query.after, query.until):
             yield entry
 
@@ -378,7 +378,7 @@ class Runs:
     # ------------------------------------------------------------ calls
 
     async def _keep(self, request: Frame) -> AsyncIterator[Frame]:
-        self._get(body_of(request).run).ready.keep(request)
+        self.get(body_of(request).run).ready.keep(request)
         self.note(request)
         yield frame(empty=pb.Empty())
 
@@ -409,7 +409,7 @@ class Runs:
 
     async def _attach(self, request: Frame) -> AsyncIterator[Frame]:
         query = body_of(request)
-        supervisor = self._get(query.run)
+        supervisor = self.get(query.run)
         client = supervisor.client if query.owner else None
         if client is None:
             async for report in supervisor.record.reports():
@@ -421,19 +421,24 @@ class Runs:
 
     async def _answer(self, request: Frame) -> AsyncIterator[Frame]:
         body = body_of(request)
-        client = self._get(body.run).client
+        client = self.get(body.run).client
         answer = pb.RunAnswer() if client is None else await client.answer(body)
         yield frame(run_answer=answer)
 
     async def _stop(self, request: Frame) -> AsyncIterator[Frame]:
-        self._get(body_of(request).run).stop()
+        self.get(body_of(request).run).stop()
         yield frame(empty=pb.Empty())
 
     async def _saved(self, request: Frame) -> AsyncIterator[Frame]:
-        await self._get(body_of(request).run).saving.rest()
+        await self.get(body_of(request).run).saving.rest()
         yield frame(empty=pb.Empty())
 
-    def _get(self, run: str) -> RunSupervisor:
+    def get(self, run: str) -> RunSupervisor:
+        """Returns who looks after a run.
+
+        Raises:
+          ConfigError: nobody does here.
+        """
         if run not in self._supervisors:
             raise ConfigError(
                 f"{self._peers.task} is not the master of a run '{run[:80]}'; `jgraph "

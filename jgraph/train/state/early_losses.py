@@ -17,6 +17,7 @@ from jgraph.client.cluster import Cluster
 from jgraph.cluster.polling import Polling
 from jgraph.coordination.run.recovery import hopeless, is_loss
 from jgraph.errors import (
+    ConfigError,
     InternalError,
     InvalidProgramError,
     JGError,
@@ -29,8 +30,11 @@ from jgraph.train.state.runner import Order
 _T = TypeVar("_T")
 _LOG: Final = logging.getLogger("jgraph.recover")
 _AGAIN_S: Final = 0.1
-_PERHAPS: Final = (InternalError, InvalidProgramError, UninitializedError)
-"""What else fails where a task was started again: it has no values and programs."""
+_PERHAPS: Final = (
+    *(InternalError, InvalidProgramError, UninitializedError),
+    ConfigError,
+)
+"""What else fails where a task was started again: it has no values, programs, runs."""
 
 
 @final

@@ -7,10 +7,12 @@ its own loop over its part of the data; workers never wait for each other.
 
 from collections.abc import Generator
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 from jgraph.client.cluster import Cluster
 from jgraph.client.runs.gates import open_gate, staleness_of
+from jgraph.client.runs.submission import MakeLoops
 from jgraph.cluster.loop_messages import LoopRequest
 from jgraph.plan.program.accumulate import gated, shards_of
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -65,7 +67,11 @@ class AsyncRunner:
 
     def run(self, order: Order) -> Generator[Chunk, None, None]:
         """See ``Runner.run``."""
-        prepared, order = self.runs.begin(order)
+        deal = partial(dealt_data, self.state)
+        yield from self.runs.run(order, self._loops_of, deal)
+
+    def _loops_of(self, prepared: Prepared, order: Order) -> MakeLoops:
+        """Returns what opens the gate and makes the loops of a run."""
 
         def make(run: str) -> tuple[list[LoopRequest], pb.OpenGate]:
             requests = self._workers.requests(
@@ -78,7 +84,7 @@ class AsyncRunner:
             shards = prepared.shards
             return requests, open_gate(self._cluster, gate, shards, max_staleness=stale)
 
-        yield from self.runs.run(prepared, order, make, dealt_data(self.state, order))
+        return make
 
     def position(self) -> Position:
         """See ``Runner.position``."""

@@ -93,12 +93,11 @@ class RemoteRuns:
             self._has_replaced = True
             self._prepared.clear()  # a mean may be of more contributions
 
-    def begin(
+    def _make_all_ready(
         self,
         order: Order,
-        *,
-        cut: Callable[[Order], Order] = lambda order: order,
-        book: Callable[[Order], BatchBook] | None = None,
+        cut: Callable[[Order], Order],
+        book: Callable[[Order], BatchBook] | None,
     ) -> tuple[Prepared, Order]:
         """Makes ready all that a run needs: variables, programs, copies and data.
 
@@ -153,7 +152,7 @@ class RemoteRuns:
         Args:
           prepared: its step.
           order: what to train.
-          book: see ``begin``; what feeds the workers has it from the first time.
+          book: where it begins; what feeds the workers has it from the first time.
 
         Raises:
           TaskLostError: one of them is gone, or another process by now.
@@ -224,32 +223,28 @@ class RemoteRuns:
 
     def run(
         self,
-        prepared: Prepared,
         order: Order,
-        make: MakeLoops,
-        data: DealtData | None,
+        make: Callable[[Prepared, Order], MakeLoops],
+        deal: Callable[[Order], DealtData | None] = lambda order: None,
+        *,
+        cut: Callable[[Order], Order] = lambda order: order,
+        book: Callable[[Order], BatchBook] | None = None,
     ) -> Generator[Chunk, None, None]:
         """Yields what a run does, to its end; unread, it ends.
 
         Args:
-          prepared: its step.
           order: what to train.
-          make: see ``submit_run``.
-          data: what is dealt out; None: training is synchronous, and a loop decides.
+          make: given the step and what ``cut`` returned, see ``submit_run``.
+          deal: given that, returns what is dealt out; None: training is synchronous,
+            and a loop decides.
+          cut: see ``_make_all_ready``.
+          book: likewise.
         """
-        state, owner = self._state, None
-        begin_scaling = scaling_of(state.cluster, self._elastic)
-        if order.lease_s is not None:
-            give = partial(self._give_data, prepared, order.dataset)
-            owner = Owner(give, state.hold(), self._move_to, self._look_at)
-        wait_s = order.wait_s if self._elastic is None else self._elastic.wait_s
-        order, self.members = replace(order, wait_s=wait_s), MemberBook()
-        self.rounds = RoundBook()
-        state.begin_run()
-        self.rounds.nbytes = prepared.plan.nbytes_per_step
+        begin_scaling = scaling_of(self._state.cluster, self._elastic)
         try:
-            submit = partial(self._submit, prepared, order, make, data, owner)
-            run = self._outlive(prepared, order, submit)
+            while (pair := self._begun(order, make, deal, cut, book)) is None:
+                pass  # for who is left
+            prepared, run = pair
             order.at_master.set()
             scaling = None if begin_scaling is None else begin_scaling(run.info.name)
             try:
@@ -269,6 +264,40 @@ class RemoteRuns:
         finally:
             self.workers.end_feeding()
 
+    def _begun(
+        self,
+        order: Order,
+        make: Callable[[Prepared, Order], MakeLoops],
+        deal: Callable[[Order], DealtData | None],
+        cut: Callable[[Order], Order],
+        book: Callable[[Order], BatchBook] | None,
+    ) -> tuple[Prepared, RunFollower] | None:
+        """Prepares a run and lets its master begin it.
+
+        Returns:
+          Its step, and who follows it; None: something was lost as it was told of, and
+          a worker of it has left since, so that it is to be prepared anew.
+        """
+        state, owner = self._state, None
+        prepared, order = self._make_all_ready(order, cut, book)
+        if order.lease_s is not None:
+            give = partial(self._give_data, prepared, order.dataset)
+            owner = Owner(give, state.hold(), self._move_to, self._look_at)
+        wait_s = order.wait_s if self._elastic is None else self._elastic.wait_s
+        order, self.members = replace(order, wait_s=wait_s), MemberBook()
+        self.rounds = RoundBook()
+        state.begin_run()
+        self.rounds.nbytes = prepared.plan.nbytes_per_step
+        loops = make(prepared, order)
+        submit = partial(self._submit, prepared, order, loops, deal(order), owner)
+        try:
+            return prepared, self._outlive(prepared, order, submit)
+        except JGError:
+            if not self._has_one_left():
+                raise
+        self._forget(prepared)
+        return None
+
     def _submit(
         self,
         prepared: Prepared,
@@ -287,8 +316,9 @@ class RemoteRuns:
                 elastic=self._elastic_order,
                 cuts=self._cuts(order, prepared),
             )
+            check = self._state.check_values
             world = self._state.cluster, make, about, data, order.stop, owner
-            return submit_run(*world)
+            return submit_run(*world, check)
 
     def attached(
         self, info: RunInfo, stop: threading.Event

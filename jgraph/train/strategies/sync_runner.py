@@ -168,13 +168,13 @@ class SyncRunner:
 
     def run(self, order: Order) -> Generator[Chunk, None, None]:
         """See ``Runner.run``."""
-        prepared, order = self.runs.begin(
+        chunks = self.runs.run(
             order,
+            lambda prepared, cut: partial(self._open_round, prepared, cut),
             cut=self._in_pieces,
             book=lambda cut: self._book(cut, self.state.global_step()),
         )
-        make = partial(self._open_round, prepared, order)
-        for chunk in self.runs.run(prepared, order, make, None):
+        for chunk in chunks:
             yield self._in_batches(chunk)
 
     def _in_pieces(self, order: Order) -> Order:

@@ -6,6 +6,7 @@ import pytest
 
 from jgraph.client.cluster import Cluster, connect
 from jgraph.errors import FencedError, TaskLostError
+from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
@@ -88,7 +89,7 @@ def test_order_of_a_master_that_was_replaced_is_refused_by_every_task(
         client.call("Master.StopLoop", stop_order(1, task))
     loop = pb.RunLoop(loop="loop", task=task, run="run", term=1)
     with pytest.raises(FencedError):
-        client.call("Master.RunLoop", frame(run_loop=loop))
+        client.call("RunLoop", frame(run_loop=loop), to=client.find(TaskName(task)))
     gate = pb.OpenGate(gate="gate", shards=[task], run="run", term=1)
     with pytest.raises(FencedError):
         client.call("Master.OpenGate", frame(open_gate=gate))

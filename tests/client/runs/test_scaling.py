@@ -172,6 +172,62 @@ def test_a_worker_may_leave_before_a_run_begins(
         servers.stop()
 
 
+@pytest.mark.row(61, 63)
+@pytest.mark.parametrize("acts", ["leave lose", "lose leave", "lose"])
+@pytest.mark.parametrize(
+    ("before", "lost", "strategy"),
+    [
+        ("OpenGate", "/job:ps/task:1", AsyncPS(elastic=Elastic())),
+        ("OpenGate", "/job:ps/task:1", SyncPS(elastic=Elastic())),
+        ("RunLoop", "/job:ps/task:0", SyncPS(elastic=Elastic())),
+        ("BeginRun", "/job:worker/task:2", AsyncPS(elastic=Elastic())),
+    ],
+    ids=["ps-async", "ps-sync", "master", "worker"],
+)
+def test_a_worker_may_leave_while_another_task_is_lost_before_a_run_begins(
+    before: str,
+    lost: str,
+    strategy: Strategy,
+    acts: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or none leaves: the run is prepared anew for who is there, with first values."""
+    servers = Servers(ps=2, worker=3)
+    call = Connection.call
+    done: list[str] = []
+
+    def lose() -> None:
+        servers.lose(lost)
+        servers.start_again(lost)
+
+    def leave() -> None:
+        other.leave(TaskName("/job:worker/task:1"))
+        wait_until(lambda: len(other.renewed_tasks("worker")) == 2, 20)
+
+    def call_late(there: Connection, method: str, *args: Any, **options: Any) -> Any:
+        is_now = method in {f"Master.{before}", before} and there is client
+        if is_now and not done:
+            for act in acts.split():
+                done.append(act)
+                {"leave": leave, "lose": lose}[act]()
+        return call(there, method, *args, **options)
+
+    try:
+        with (
+            connect(servers.server("/job:ps/task:0").target, timeout_s=20) as client,
+            connect(servers.server("/job:worker/task:0").target, timeout_s=20) as other,
+        ):
+            monkeypatch.setattr(Cluster, "starts_again", True)
+            there = trainer(client, strategy)
+            monkeypatch.setattr(Connection, "call", call_late)
+            run = there.fit(IDS, steps=4, batch_size=BATCH, progress=False)
+            assert (run.state, run.steps) == ("done", 4)
+            assert done == acts.split()
+            there.close()
+    finally:
+        servers.stop()
+
+
 def test_a_client_lets_its_own_master_leave() -> None:
     servers = Servers(ps=1, worker=2)
     try:

@@ -87,6 +87,24 @@ class ElasticFaults(Injected):
         elif fault == "leave and master" and (master := world.master()) is not None:
             world.kill(master.task, 1.0)
 
+    async def leave_and_lose(self, world: ElasticWorld) -> None:
+        """Lets a worker leave and kills another task, whichever comes first."""
+        staying, master = world.staying(), world.master()
+        if len(staying) < 2 or master is None:
+            return
+        leaver = world.chance.choice(staying)
+        others = [t for t in world.tasks if t not in {leaver, master.task}]
+        lost, away_s = world.chance.choice(others), world.chance.uniform(0.1, 3.0)
+        self.asked_s = world.clock.now()
+        acts: list[Callable[[], None]] = [
+            lambda: world.asks_to_leave(leaver),
+            lambda: world.kill(lost, away_s),
+        ]
+        world.chance.shuffle(acts)
+        acts[0]()
+        await asyncio.sleep(world.chance.uniform(0.0, 1.0))
+        acts[1]()
+
     def freeze(self, world: ElasticWorld, seconds: float) -> None:
         """Freezes a worker that has joined, and looks after no run."""
         leads = world.led_by()
@@ -124,6 +142,16 @@ async def frozen(world: ElasticWorld) -> None:
         await asyncio.sleep(world.chance.uniform(0.0, 12.0))
         await world.join()
         await asyncio.sleep(2.0)
+
+
+async def leaving(world: ElasticWorld) -> None:
+    """Workers leave as others are lost, from the beginning of the run on."""
+    faults = ElasticFaults(world)
+    for _ in range(2):
+        await asyncio.sleep(world.chance.uniform(0.0, 0.5))
+        await faults.leave_and_lose(world)
+        await world.join()
+        await asyncio.sleep(STANDBYS_S)
 
 
 async def too_few(world: ElasticWorld) -> None:
