@@ -126,11 +126,11 @@ FEDERATED_ARGUMENTS: Final[Mapping[str, str]] = {
     "the parameters",
     "epochs": "local_epochs=5",
     "fraction_fit": "fraction=0.1",
-    "max_staleness": "jg.LocalSGD(max_staleness=4), whose rounds are asynchronous",
     "min_fit_clients": "min_clients=8",
     "mu": "proximal=0.01",
     "proximal_mu": "proximal=0.01",
     "secure": "secure_sum=jg.SecureSum(…)",
+    "staleness": "max_staleness=4",
     "sync_every": "local_epochs=1; jg.LocalSGD has sync_every=",
     "timeout_s": "round_timeout_s=600",
 }

@@ -19,6 +19,8 @@ from tests.support.clients import (
     EXAMPLES,
     client_trainer,
     mean_of_clients,
+    named,
+    tallied,
     written,
 )
 from tests.support.fault import Fault
@@ -235,3 +237,65 @@ def test_a_federated_run_goes_on_when_its_master_is_killed(
         due(run)
         there.close()
     fault.names += [f"{MASTER}, the master, was lost", "is the master from here on"]
+
+
+def check_tally(run: Any, bound: int, apart: int = 0) -> None:
+    """Each contribution was applied once, by each client, and none too late.
+
+    Args:
+      run: has ended.
+      bound: of the staleness.
+      apart: updates that were under way when a ps was lost: another may have them.
+    """
+    (counts,) = parameters(run.model())
+    assert abs(counts.sum() - run.steps) <= apart
+    assert min(counts) > 0
+    ages = [ages for of_ps in run.staleness().values() for ages in of_ps.values()]
+    assert max(max(each) for each in ages) <= bound
+    rounds = run.rounds()
+    assert [r.number for r in rounds] == [*range(1, len(rounds) + 1)]
+    assert {len(r.members) for r in rounds} == {1}
+
+
+@pytest.mark.row(48)
+def test_a_client_that_is_killed_costs_its_own_round_where_nobody_waits(
+    fault: Fault, tmp_path: Path
+) -> None:
+    cluster = fault.cluster(ps=1, workers=CLIENTS, restarts=3)
+    there = tallied(cluster, Federated(max_staleness=2), CLIENTS)
+    kill = Kill(cluster, CLIENT, None)
+    was_lost = False
+
+    def is_back(run: Any) -> bool:
+        nonlocal was_lost
+        states = [m.state for m in run.members() if m.task == CLIENT]
+        was_lost |= "lost" in states
+        return was_lost and states[-1] == "takes part"
+
+    kill.has_happened = is_back
+    run = trained(there, named(tmp_path / "own", CLIENTS), kill)
+    check_tally(run, bound=2)
+    fault.names += [f"{CLIENT} was lost", f"{CLIENT} answers again"]
+    there.close()
+
+
+@pytest.mark.row(49)
+@pytest.mark.parametrize(
+    "durability", ["replica", pytest.param("checkpoint", marks=pytest.mark.nightly)]
+)
+def test_rounds_that_wait_for_nobody_go_on_when_a_ps_is_killed(
+    fault: Fault, tmp_path: Path, durability: Any
+) -> None:
+    cluster = fault.cluster(ps=2, workers=CLIENTS, restarts=3)
+    strategy = Federated(max_staleness=CLIENTS, durability=durability)
+    there = tallied(cluster, strategy, CLIENTS)
+    saves = durability == "checkpoint"
+    kill = Kill(cluster, PS, fault.path if saves else None)
+    kill.has_happened = lambda run: len(run.recoveries()) == 1
+    options = {"checkpoint": Checkpoints(fault.path, every=2)} if saves else {}
+    run = trained(there, named(tmp_path / "own", CLIENTS), kill, **options)
+    (recovery,) = run.recoveries()
+    assert recovery.lost == (PS,)
+    check_tally(run, bound=CLIENTS, apart=0 if saves else 2 * CLIENTS)
+    fault.names += [PS, "SIGKILL"]
+    there.close()

@@ -1,11 +1,12 @@
 """Rounds of a federated run: who took part in each, who was dropped, and why."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final, overload
 
 from jgraph.cluster.loop_messages import LoopReport
+from jgraph.coordination.sync.rounds import NOT_FINITE
 from jgraph.graph.device import TaskName
 from jgraph.view import markup
 from jgraph.view.units import bytes_text
@@ -14,7 +15,7 @@ from jgraph.view.units import bytes_text
 @final
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round of a federated run.
+    """A round of a federated run: of all who were drawn, or of one client.
 
     Attributes:
       number: updates of the model with this one; the ``step`` of ``Run.metrics``.
@@ -70,10 +71,14 @@ class Rounds(Sequence[Round]):
 
     Args:
       rounds: in their order.
+      alone: of whom each round is one, where rounds wait for nobody; None: they are of
+        several.
     """
 
-    def __init__(self, rounds: Sequence[Round] = ()) -> None:
-        self._rounds = tuple(rounds)
+    def __init__(
+        self, rounds: Sequence[Round] = (), alone: "Alone | None" = None
+    ) -> None:
+        self._rounds, self.alone = tuple(rounds), alone
 
     @overload
     def __getitem__(self, index: int) -> Round: ...
@@ -113,17 +118,58 @@ class Rounds(Sequence[Round]):
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Clients whose rounds wait for nobody.
+
+    Attributes:
+      clients: by the number of the replica.
+      nbytes: that one has on the way in a round.
+    """
+
+    clients: Mapping[int, TaskName]
+    nbytes: int
+
+    def rounds(
+        self, numbers: Iterable[int], replicas: Iterable[int], steps: Iterable[int]
+    ) -> Rounds:
+        """Returns rounds of one client each, in this order.
+
+        Args:
+          numbers: of the updates.
+          replicas: of whom each is.
+          steps: of each; none: what its client has is not finite.
+
+        Example:
+          >>> alone = Alone({0: TaskName("a"), 1: TaskName("b")}, nbytes=8)
+          >>> [(r.members, r.left_out) for r in alone.rounds([1, 2], [1, 0], [5, 0])]
+          [(('b',), []), ((), ['a not finite'])]
+        """
+        found = []
+        for number, replica, count in zip(numbers, replicas, steps, strict=True):
+            who = self.clients[replica]
+            dropped = {} if count else {who: NOT_FINITE}
+            nbytes = self.nbytes if count else 0
+            members = (who,) if count else ()
+            found.append(Round(number, members, dropped, count, nbytes))
+        return Rounds(found)
+
+
+@final
 class RoundBook:
     """Learns from the reports of a run who took part in its rounds."""
 
     def __init__(self) -> None:
         self._rounds: dict[int, Round] = {}
         self._voids: list[Round] = []
+        self._clients: dict[int, TaskName] = {}
         self.nbytes = 0
         """That one member has on the way in a round."""
 
-    def note(self, report: LoopReport) -> None:
-        """Takes a report of a loop."""
+    def note(self, report: LoopReport, *, together: bool = True) -> None:
+        """Takes a report of a loop, which trains with others or alone."""
+        if not together and len(report.steps):
+            self._clients[report.replica] = TaskName(report.task)
         if report.restored is not None:
             last = report.restored.back_to
             self._rounds = {n: r for n, r in self._rounds.items() if n <= last}
@@ -140,10 +186,10 @@ class RoundBook:
 
     def rounds(self) -> Rounds:
         """Returns those that are over; one that was given up is before its number."""
+        alone = Alone(dict(self._clients), self.nbytes) if self._clients else None
         # Sorting keeps the order of those with one number.
-        return Rounds(
-            sorted([*self._voids, *self._rounds.values()], key=lambda r: r.number)
-        )
+        rounds = sorted([*self._voids, *self._rounds.values()], key=lambda r: r.number)
+        return Rounds(rounds, alone)
 
 
 def with_steps(rounds: Rounds, means: Mapping[int, float]) -> Rounds:

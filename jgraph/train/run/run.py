@@ -278,20 +278,27 @@ class Run:
 
         A row for each, with the steps of its members, their bytes on the way as
         planned, how long the first contribution waited for the last, and with
-        ``privacy=`` epsilon so far. Empty unless the strategy is ``Federated``.
+        ``privacy=`` epsilon so far. Where they wait for nobody (``max_staleness=``)
+        each has one client, in the order of when the clients were done; ``staleness``
+        says how old they were. Empty unless the strategy is ``Federated``.
 
         Example:
           ``[(r.number, len(r.members), dict(r.dropped)) for r in run.rounds()]``.
         """
+        # First: of whom the steps are is known by then.
+        steps = self.metrics(LOCAL_STEPS) if LOCAL_STEPS in self.metric_names else {}
         has_ended = self._done.is_set()
         rounds = self._history.rounds if has_ended else self._result.current_rounds()
+        if steps and rounds.alone is not None:
+            lists = [steps[key].tolist() for key in ("step", "replica", "value")]
+            return rounds.alone.rounds(*lists)
         if "epsilon" in self.metric_names:
             rounds = with_epsilon(rounds, self._by_step("epsilon"))
         if NOT_FINITE in self.metric_names:
             rounds = with_not_finite(rounds, self._by_step(NOT_FINITE))
-        if LOCAL_STEPS not in self.metric_names:
-            return rounds
-        return with_steps(rounds, self._by_step(LOCAL_STEPS))
+        if LOCAL_STEPS in self.metric_names:
+            rounds = with_steps(rounds, self._by_step(LOCAL_STEPS))
+        return rounds
 
     def _by_step(self, name: str) -> dict[int, float]:
         """Returns a metric by the number of updates that it is of."""

@@ -31,6 +31,7 @@ from jgraph.train.model.checks import (
     finite,
     warn_of_same_draws,
 )
+from jgraph.train.model.metrics import LOCAL_STEPS
 from jgraph.train.model.optimizer import CalledOptimizer, LossOf, Optimizer
 from jgraph.train.model.trees import Tree, group_with_parameters, names_of, path_of
 from jgraph.train.privacy.private_update import PrivateUpdate, SampledBatch
@@ -406,7 +407,13 @@ class TrainStep:
         with device("/job:worker"):
             checks = self.check(result.loss, result.grads)
         loss, state, rows = result.loss, result.state, result.rows
-        grads = result.grads
+        grads, metrics, came = result.grads, result.metrics, result.ok
+        if came is not None:
+            with device("/job:worker"):
+                # Nor does what rounding leaves of it stay.
+                grads = jax.tree.map(lambda g: jnp.where(came, g, 0), grads)
+                steps = jnp.where(came, metrics[LOCAL_STEPS], 0)
+                metrics = {**metrics, LOCAL_STEPS: steps}
         if self.compression is not None:
             grads = self.compression.sent(grads, set(rows))
         if self.private is not None:
@@ -415,8 +422,9 @@ class TrainStep:
             *(loss, grads, state, checks, constants, by_rows, rows),
             loss_of=None if self.local is not None else result.loss_of,
             number=step if self._alone else None,
+            came=came,
         )
-        return {"loss": loss, **result.metrics, **checks}
+        return {"loss": loss, **metrics, **checks}
 
     def computed(
         self,
@@ -522,6 +530,7 @@ class TrainStep:
         loss_of: LossOf | None = None,
         number: Any = None,
         inner: Tree = None,
+        came: Any = None,
     ) -> None:
         """Applies gradients and counts the step; called inside a graph.
 
@@ -537,6 +546,8 @@ class TrainStep:
           number: of the step; one that does not follow the newest update is skipped
             like one that is not well. None: replicas have numbers of their own.
           inner: the state of the workers' own optimizers, if that is averaged.
+          came: whether a round is finite; one that is not is counted, and changes
+            nothing. None: that is not looked at.
         """
         if by_rows is not None:
             rows, grads = self._whole_updates(by_rows, rows, grads)
@@ -553,7 +564,7 @@ class TrainStep:
         if checks:
             ok = checks[FINITE].all()
             ok = ok if number is None else ok & (old["global_step"] == number)
-        self._update(old, grads, extra_args, state, ok, rows, constants, inner)
+        self._update(old, grads, extra_args, state, (ok, came), rows, constants, inner)
 
     def _update(
         self,
@@ -561,11 +572,12 @@ class TrainStep:
         grads: Tree,
         extra_args: Mapping[str, Any],
         state: Tree,
-        ok: Any,
+        checked: tuple[Any, Any],
         rows: Mapping[str, Touched],
         constants: frozenset[str],
         inner: Tree,
     ) -> None:
+        ok, came = checked
         opt = old["opt"] if inner is None else old["opt"][OUTER]
         updates, opt = self._tx.update(grads, opt, old["params"], **extra_args)
         new = {
@@ -577,6 +589,11 @@ class TrainStep:
         if self.fragments is not None:
             last = (old["global_step"] + 1) % self.fragments.count == 0
             new["opt"] = self._counted(last, new["opt"], old["opt"])
+        if came is not None:
+            keep = lambda n, o: jnp.where(came, n, o)
+            number = new["global_step"]
+            new = jax.tree.map(keep, new, {k: old[k] for k in new})
+            new["global_step"] = number
         if ok is not None:
             keep = lambda n, o: jnp.where(ok, n, o)
             new = jax.tree.map(keep, new, {k: old[k] for k in new})

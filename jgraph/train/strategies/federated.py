@@ -1,6 +1,7 @@
 """Federated: options of training on clients whose data stays theirs."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias, final, get_args
 
 import numpy as np
@@ -23,14 +24,17 @@ from jgraph.train.strategies.local_sgd import (
     check_one_of,
     check_outer,
     check_own_state,
+    check_staleness,
 )
-from jgraph.train.strategies.options import SyncPS, check_private
+from jgraph.train.strategies.options import AsyncPS, SyncPS, check_private
 from jgraph.view import markup
 
 ClientWeight: TypeAlias = Literal["examples", "equal"]
 """What a client's contribution counts by."""
 
 CLIENT_WEIGHTS: Final[tuple[ClientWeight, ...]] = get_args(ClientWeight)
+
+_NO_MEAN: Final = "there is no mean of their states"
 
 
 @final
@@ -49,6 +53,9 @@ class Federated:
     round; ``Run.rounds`` says who and why. It takes part again when it is there again.
     What a client contributes is seen by the ps. Tables of rows travel whole.
 
+    With ``max_staleness`` rounds wait for nobody: each is of one client, and an update
+    of its own.
+
     Args:
       local_epochs: passes over a client's data in a round.
       fraction: of the clients that are there, drawn anew for each round; rounded up.
@@ -60,12 +67,18 @@ class Federated:
         (FedProx): ``proximal / 2`` times the square of the distance is added to its
         loss.
       weight: ``"examples"``: a contribution counts by how many examples its client
-        has; or ``"equal"``.
+        has; or ``"equal"``. If unset, by examples where an update is of several.
       inner_state: what becomes of the state of a client's optimizer after a round; see
         ``LocalSGD``.
       round_timeout_s: seconds after which a round goes on without those who are late.
         With fewer than ``min_clients`` contributions the run then fails, and says who
-        was late.
+        was late. With ``max_staleness`` the limit of a round of one client, and of each
+        turn that it waits for; one that is there and takes longer ends the run.
+      max_staleness: rounds are asynchronous: what a client contributes is applied at
+        once by ``outer``, and the client begins its next round. No contribution has
+        more than so many updates since its client read the parameters, so at most one
+        more than so many train at a time; others wait for their turn. ``outer`` needs a
+        smaller rate, ``optax.sgd(0.5)``. If unset, an update is of all who were drawn.
       variable_partitioner: as for ``SyncPS``.
       partition_strategy: as for ``SyncPS``.
       placement: as for ``SyncPS``.
@@ -89,6 +102,8 @@ class Federated:
     Example:
       >>> Federated(local_epochs=5, fraction=0.1, min_clients=8).min_clients
       8
+      >>> Federated(local_epochs=5, outer=optax.sgd(0.5), max_staleness=9).max_staleness
+      9
     """
 
     local_epochs: int = 1
@@ -96,9 +111,10 @@ class Federated:
     min_clients: int = 1
     outer: optax.GradientTransformation | None = None
     proximal: float = 0.0
-    weight: ClientWeight = "examples"
+    weight: ClientWeight | None = None
     inner_state: InnerState = "reset"
     round_timeout_s: float = 600.0
+    max_staleness: int | None = None
     variable_partitioner: Partitioner | None = None
     partition_strategy: str = "div"
     placement: PlacementFunction | None = None
@@ -134,12 +150,34 @@ class Federated:
                 "a round, more than 0"
             )
         check_outer(self.outer)
-        check_one_of("weight", self.weight, CLIENT_WEIGHTS)
+        if self.weight is not None:
+            check_one_of("weight", self.weight, CLIENT_WEIGHTS)
         check_one_of("inner_state", self.inner_state, INNER_STATES)
         _ = self.rounds  # refuses what a SyncPS does
         check_batch_stays(self.elastic, "Federated")
+        self._check_staleness()
         self._check_privacy()
         self._check_secure()
+
+    def _check_staleness(self) -> None:
+        if self.max_staleness is None:
+            return
+        check_staleness(self.max_staleness, "client")
+        as_ints(self, "max_staleness")
+        for name, is_set, why in [
+            ("fraction", self.fraction != 1, "none are drawn for it"),
+            ("min_clients", self.min_clients > 1, "an update is of one"),
+            ("weight='examples'", self.weight == "examples", "nothing else is weighed"),
+            ("inner_state='average'", self.inner_state == "average", _NO_MEAN),
+            ("privacy", self.privacy is not None, "noise hides one among several"),
+            ("secure_sum", self.secure_sum is not None, "a sum hides one in a round"),
+        ]:
+            if is_set:
+                raise ConfigError(
+                    f"Federated(max_staleness={self.max_staleness}) applies what each "
+                    f"client contributes alone, and {name} is of a round of several: "
+                    f"{why}; leave out one of them"
+                )
 
     def _check_secure(self) -> None:
         if self.secure_sum is None:
@@ -200,6 +238,36 @@ class Federated:
         )
 
     @property
+    def apart(self) -> AsyncPS | None:
+        """How rounds are applied where each is of one client; None: of all drawn."""
+        if self.max_staleness is None:
+            return None
+        return AsyncPS(
+            step_timeout_s=self.round_timeout_s,
+            max_staleness=self.max_staleness,
+            variable_partitioner=self.variable_partitioner,
+            partition_strategy=self.partition_strategy,
+            placement=self.placement,
+            gradient_dtype=self.gradient_dtype,
+            durability=self.durability,
+            elastic=self.elastic,
+        )
+
+    def apart_among(self, clients: int) -> AsyncPS | None:
+        """Returns how rounds of one client are applied, for so many; see ``apart``.
+
+        Args:
+          clients: how many there are. They wait for turns, which take as long as
+            rounds, and the time for which a loop waits counts as that of its step.
+        """
+        if (apart := self.apart) is None or apart.max_staleness is None:
+            return apart
+        if self.elastic is not None:
+            clients = max(clients, self.elastic.most or 0)
+        turns = 1 + math.ceil((clients - 1) / (apart.max_staleness + 1))
+        return replace(apart, step_timeout_s=turns * self.round_timeout_s)
+
+    @property
     def outer_optimizer(self) -> optax.GradientTransformation:
         """What applies the mean."""
         return optax.sgd(1.0) if self.outer is None else self.outer
@@ -212,7 +280,7 @@ class Federated:
         """
         return LocalRule(
             tx,
-            weighs=self.weight == "examples",
+            weighs=self.weight != "equal" and self.max_staleness is None,
             inner_state=self.inner_state,
             epochs=self.local_epochs,
             proximal=float(self.proximal),

@@ -156,11 +156,7 @@ class LocalSGD:
     def _check_staleness(self) -> None:
         if self.max_staleness is None:
             return
-        if not is_count(self.max_staleness, 0):
-            raise ConfigError(
-                f"max_staleness is {self.max_staleness!r:.60}; give how many updates a "
-                "worker may be behind, 0 or more, or leave it out to wait for all"
-            )
+        check_staleness(self.max_staleness, "worker")
         as_ints(self, "max_staleness")
         for name, is_set in [
             ("sync_every_s", self.sync_every_s is not None),
@@ -317,6 +313,19 @@ def check_outer(outer: object) -> None:
         raise ConfigError(
             f"outer is {outer!r:.60}; give an optax optimizer, for example "
             "optax.sgd(0.7, momentum=0.9, nesterov=True)"
+        )
+
+
+def check_staleness(bound: object, who: str) -> None:
+    """Refuses what is no bound of how old a contribution is.
+
+    Raises:
+      ConfigError: says what one is.
+    """
+    if not is_count(bound, 0):
+        raise ConfigError(
+            f"max_staleness is {bound!r:.60}; give how many updates a {who} may be "
+            "behind, 0 or more, or leave it out to wait for all"
         )
 
 

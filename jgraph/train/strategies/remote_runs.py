@@ -404,7 +404,7 @@ class RemoteRuns:
     def _note(self, report: LoopReport, run: RunFollower, *, together: bool) -> None:
         state, is_restore = self._state, report.restored is not None
         self.members.note(report)
-        self.rounds.note(report)
+        self.rounds.note(report, together=together)
         if report.rescaled is not None and not report.rescaled.why:
             self._move_to(report.rescaled.ps)
         if report.homes is not None:

@@ -123,10 +123,8 @@ def elastic_of(strategy: Strategy) -> Elastic | None:
 
 def together_of(strategy: Strategy) -> SyncPS | None:
     """Returns how workers contribute to an update together; None: they do not."""
-    if isinstance(strategy, LocalSGD) and strategy.apart is not None:
-        return None
     if isinstance(strategy, LocalSGD | Federated):
-        return strategy.rounds
+        return None if strategy.apart is not None else strategy.rounds
     return strategy if isinstance(strategy, SyncPS) else None
 
 
@@ -256,12 +254,13 @@ def open_data(
     """
     if isinstance(strategy, Federated) and cluster is not None:
         clients = len(cluster.tasks("worker"))
+        members = strategy.invitations(seed, clients).drawn(clients)
         return open_clients(
             *(data, cluster),
             epochs=strategy.local_epochs,
             batch_size=batch_size or BATCH_SIZE,
             seed=seed,
-            each=strategy.invitations(seed, clients).drawn(clients),
+            each=members if strategy.apart is None else 1,
         )
     return as_source_or_dataset(
         data, cluster, finite=finite, batch_size=batch_size, known=known
@@ -290,6 +289,8 @@ def make_runner(
             secure = strategy.secure_sum
         return SyncRunner(step, cluster, together, pace_s or 0.0, rule, secure)
     alone = strategy.apart if isinstance(strategy, LocalSGD) else strategy
+    if isinstance(strategy, Federated):
+        alone = strategy.apart_among(len(cluster.tasks("worker")))
     assert isinstance(alone, AsyncPS)  # the others are in step
     return AsyncRunner(step, cluster, alone)
 

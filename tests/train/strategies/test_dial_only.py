@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from jgraph.client.cluster import connect
+from jgraph.client.cluster import Cluster, connect
 from jgraph.errors import ClusterUnreachableError
 from jgraph.graph.device import TaskName
 from jgraph.launch.local.cluster import LocalCluster
@@ -26,6 +27,8 @@ from tests.support.clients import (
     EXAMPLES,
     client_trainer,
     mean_of_clients,
+    named,
+    tallied,
     written,
 )
 from tests.support.listening import listening_sockets
@@ -86,9 +89,27 @@ def test_clients_that_only_dial_train_and_have_no_listening_socket(
             ):
                 np.testing.assert_allclose(value, wanted, atol=1e-4)
             there.close()
+        take_turns(cluster, tmp_path / "names")
         for client in clients:
             assert listening_sockets(client.pid) == []
         assert listening_sockets(os.getpid())  # of the others, that this test started
+
+
+def take_turns(cluster: Cluster, directory: Path) -> None:
+    """All clients have rounds that wait for nobody, and each of these counts once."""
+    there = tallied(cluster, Federated(max_staleness=0), 3)
+
+    def look(run: Any, report: Any) -> None:
+        if len({task for one in run.rounds() for task in one.members}) == 3:
+            run.stop()
+
+    options: Any = {"batch_size": EXAMPLES, "progress": False, "callbacks": [look]}
+    run = there.fit(named(directory, 3), steps=100_000, **options)
+    (counts,) = parameters(run.model())
+    members = [task for one in run.rounds() for task in one.members]
+    clients = [f"/job:worker/task:{n}" for n in range(3)]
+    assert counts.tolist() == [members.count(TaskName(task)) for task in clients]
+    there.close()
 
 
 @pytest.mark.nightly
