@@ -24,6 +24,8 @@ from jgraph.graph.device import DeviceSpec, TaskName
 from jgraph.view import markup
 
 _SHOWN: Final = 8
+MOST_TASKS: Final = 10_000
+"""Of one job: what decides is known to keep up with so many (docs/scale.md)."""
 """Tasks of a large cluster that an error names."""
 
 ClusterDict: TypeAlias = Mapping[str, Sequence[str] | Mapping[int, str]]

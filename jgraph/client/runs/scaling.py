@@ -15,6 +15,7 @@ from jgraph.client.runs.runs import RunInfo, runs_of
 from jgraph.cluster.events import Event
 from jgraph.cluster.options import check_seconds
 from jgraph.cluster.polling import Polling
+from jgraph.cluster.spec import MOST_TASKS
 from jgraph.errors import (
     ClusterUnreachableError,
     ConfigError,
@@ -41,8 +42,6 @@ _STAGES: Final = (
     "into a pipeline of other tasks"
 )
 _CHANGE: Final = re.compile(r"[+-]\d{1,6}")
-_MOST: Final = 10_000
-"""Tasks of a job: what decides is known to keep up with so many (docs/scale.md)."""
 T = TypeVar("T")
 _Waiting: TypeAlias = Callable[[Polling], list[TaskName]]
 """Waits for what was begun; returns the tasks that there are then."""
@@ -572,10 +571,10 @@ def wanted_tasks(job: str, count: object, now: int) -> int:
             f"scale({argument}={count!r:.40}) would leave {max(wanted, 0)} of {now} "
             f"{names}; a cluster keeps 1 at least, cluster.shutdown() ends it"
         )
-    if wanted > _MOST:
+    if wanted > MOST_TASKS:
         raise RescaleError(
-            f"scale({argument}=…) asks for more than {_MOST:,} {names}, and so many "
-            f"no cluster can have; there are {now}"
+            f"scale({argument}=…) asks for more than {MOST_TASKS:,} {names}, and "
+            f"no cluster has so many; there are {now}"
         )
     return wanted
 

@@ -24,7 +24,7 @@ import psutil
 from jgraph.clock import Clock, SystemClock
 from jgraph.cluster.events import Event
 from jgraph.cluster.options import RECORDS_DIR
-from jgraph.cluster.spec import ClusterSpec, task_named
+from jgraph.cluster.spec import MOST_TASKS, ClusterSpec, task_named
 from jgraph.cluster.transport_choice import TransportChoice
 from jgraph.coordination.liveness.freezes import FROZEN_S
 from jgraph.errors import ConfigError, JGError, StartError, UnknownDeviceError
@@ -540,7 +540,7 @@ def check_environment(environment: object) -> dict[str, str]:
 
 
 def check_counts(counts: Mapping[str, object]) -> None:
-    """Refuses a cluster of no tasks, counts that are no whole numbers, and odd names.
+    """Refuses a cluster of no tasks or too many, counts of other kinds, and odd names.
 
     Before anything is written: logs and certificates are called as the jobs are.
 
@@ -559,6 +559,12 @@ def check_counts(counts: Mapping[str, object]) -> None:
             f"a cluster needs at least one task, and this has {text}; write for "
             "example ps=2, workers=2"
         )
+    for job, count in counts.items():
+        if isinstance(count, kinds) and count > MOST_TASKS:
+            raise ConfigError(
+                f"a cluster has {MOST_TASKS:,} tasks of a job at most, and this would "
+                f"have more of '{job}'"
+            )
     ClusterSpec({job: {0: "127.0.0.1:0"} for job in counts}, port_zero=True)
 
 

@@ -10,7 +10,7 @@ import pytest
 from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.launch.local import daemon
-from jgraph.launch.local.processes import TaskProcesses
+from jgraph.launch.local.processes import TaskProcesses, check_counts
 
 
 def test_orders_are_carried_out_in_the_order_that_they_were_given_in(
@@ -31,12 +31,19 @@ def test_more_tasks_than_there_is_memory_for_are_refused_and_none_is_started(
 ) -> None:
     for start in (
         lambda: TaskProcesses({"ps": 1, "worker": 10**7}, tmp_path, {}),
-        lambda: daemon.up("many", 1, 10**7, 0),
+        lambda: daemon.up("many", 10**4, 10**4, 0),
         lambda: daemon.start_tasks("none", "worker", 10**7),
     ):
         with pytest.raises(ConfigError, match=r"take about 100 MB each.*at most"):
             start()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.bad_input_row(27)
+def test_more_tasks_of_a_job_than_any_cluster_has_are_refused() -> None:
+    check_counts({"ps": 1, "worker": 10_000})
+    with pytest.raises(ConfigError, match=r"10,000 tasks of a job at most.*'worker'"):
+        check_counts({"ps": 1, "worker": 10_001})
 
 
 @pytest.mark.procs
