@@ -38,10 +38,12 @@ def loss(model: Any, batch: Any) -> Any:
     return cross_entropy(model(batch["x"]), batch["y"])
 
 
-def client_trainer(cluster: Cluster, strategy: Federated) -> Trainer:
-    """A trainer whose clients take plain steps of gradient descent."""
-    model, tx = NnxMLP(rngs=nnx.Rngs(0)), optax.sgd(0.1)
-    return Trainer(model, loss, tx, cluster=cluster, strategy=strategy)
+def client_trainer(
+    cluster: Cluster, strategy: Federated, tx: Any = None, **options: Any
+) -> Trainer:
+    """A trainer whose clients take plain steps of gradient descent, or those of tx."""
+    model, tx = NnxMLP(rngs=nnx.Rngs(0)), tx or optax.sgd(0.1)
+    return Trainer(model, loss, tx, cluster=cluster, strategy=strategy, **options)
 
 
 def mean_of_clients(

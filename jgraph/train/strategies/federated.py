@@ -25,6 +25,7 @@ from jgraph.train.strategies.local_sgd import (
     check_outer,
     check_own_state,
     check_staleness,
+    one_by_one,
 )
 from jgraph.train.strategies.options import AsyncPS, SyncPS, check_private
 from jgraph.view import markup
@@ -240,18 +241,7 @@ class Federated:
     @property
     def apart(self) -> AsyncPS | None:
         """How rounds are applied where each is of one client; None: of all drawn."""
-        if self.max_staleness is None:
-            return None
-        return AsyncPS(
-            step_timeout_s=self.round_timeout_s,
-            max_staleness=self.max_staleness,
-            variable_partitioner=self.variable_partitioner,
-            partition_strategy=self.partition_strategy,
-            placement=self.placement,
-            gradient_dtype=self.gradient_dtype,
-            durability=self.durability,
-            elastic=self.elastic,
-        )
+        return one_by_one(self, self.round_timeout_s)
 
     def apart_among(self, clients: int) -> AsyncPS | None:
         """Returns how rounds of one client are applied, for so many; see ``apart``.

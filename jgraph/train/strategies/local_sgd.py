@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, final, get_args
+from typing import Any, Final, Literal, TypeAlias, final, get_args
 
 import optax
 
@@ -262,18 +262,7 @@ class LocalSGD:
     @property
     def apart(self) -> AsyncPS | None:
         """How rounds are applied where each is of one worker; None: of all."""
-        if self.max_staleness is None:
-            return None
-        return AsyncPS(
-            step_timeout_s=self.step_timeout_s,
-            max_staleness=self.max_staleness,
-            variable_partitioner=self.variable_partitioner,
-            partition_strategy=self.partition_strategy,
-            placement=self.placement,
-            gradient_dtype=self.gradient_dtype,
-            durability=self.durability,
-            elastic=self.elastic,
-        )
+        return one_by_one(self, self.step_timeout_s)
 
     def rule(self, tx: Optimizer) -> LocalRule:
         """Returns how a worker trains alone.
@@ -314,6 +303,27 @@ def check_outer(outer: object) -> None:
             f"outer is {outer!r:.60}; give an optax optimizer, for example "
             "optax.sgd(0.7, momentum=0.9, nesterov=True)"
         )
+
+
+def one_by_one(options: Any, step_timeout_s: float) -> AsyncPS | None:
+    """Returns how rounds of one worker each are applied; None: an update is of all.
+
+    Args:
+      options: a ``LocalSGD`` or a ``Federated``, which call what they share alike.
+      step_timeout_s: the limit of a round.
+    """
+    if options.max_staleness is None:
+        return None
+    return AsyncPS(
+        step_timeout_s=step_timeout_s,
+        max_staleness=options.max_staleness,
+        variable_partitioner=options.variable_partitioner,
+        partition_strategy=options.partition_strategy,
+        placement=options.placement,
+        gradient_dtype=options.gradient_dtype,
+        durability=options.durability,
+        elastic=options.elastic,
+    )
 
 
 def check_staleness(bound: object, who: str) -> None:

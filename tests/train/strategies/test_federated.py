@@ -29,7 +29,8 @@ from jgraph.train.privacy.options import Privacy
 from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.federated import Federated
 from jgraph.train.trainer import Trainer
-from tests.support.models import NnxMLP, cross_entropy, data, parameters
+from tests.support.clients import client_trainer as trainer, loss
+from tests.support.models import NnxMLP, data, parameters
 from tests.support.servers import Servers, connected
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -58,15 +59,6 @@ def clients(tmp_path: Path) -> list[Client]:
 @pytest.fixture
 def source(tmp_path: Path, clients: list[Client]) -> Source:
     return Source.npz(str(tmp_path / "{task}.npz"))
-
-
-def loss(model: Any, batch: Any) -> Any:
-    return cross_entropy(model(batch["x"]), batch["y"])
-
-
-def trainer(cluster: Cluster, strategy: Federated, tx: Any, **options: Any) -> Trainer:
-    model = NnxMLP(rngs=nnx.Rngs(0))
-    return Trainer(model, loss, tx, cluster=cluster, strategy=strategy, **options)
 
 
 def fit(there: Trainer, source: Any, **options: Any) -> Any:

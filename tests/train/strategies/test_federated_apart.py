@@ -19,7 +19,8 @@ from jgraph.train.privacy.options import Privacy
 from jgraph.train.privacy.secure_sum import SecureSum
 from jgraph.train.strategies.federated import Federated
 from jgraph.train.trainer import Trainer
-from tests.support.models import NnxMLP, cross_entropy, data, parameters
+from tests.support.clients import client_trainer as trainer, loss
+from tests.support.models import NnxMLP, data, parameters
 from tests.support.servers import Servers, connected
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -50,15 +51,6 @@ def write(tmp_path: Path, client: int, x: Any, y: Any) -> None:
 def example(client: int) -> tuple[Any, Any]:
     x, y = data()
     return x[client], y[client]
-
-
-def loss(model: Any, batch: Any) -> Any:
-    return cross_entropy(model(batch["x"]), batch["y"])
-
-
-def trainer(cluster: Cluster, strategy: Federated, tx: Any, **options: Any) -> Trainer:
-    model = NnxMLP(rngs=nnx.Rngs(0))
-    return Trainer(model, loss, tx, cluster=cluster, strategy=strategy, **options)
 
 
 def fit(there: Trainer, source: Any, **options: Any) -> Any:
