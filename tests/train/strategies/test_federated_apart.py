@@ -14,14 +14,23 @@ from jgraph.client.cluster import Cluster, connect
 from jgraph.coordination.data.slots import epoch_order
 from jgraph.errors import ConfigError, NonFiniteError
 from jgraph.graph.ir import TaskName
+from jgraph.server.members.joining import join_cluster
 from jgraph.train.data.source import Source
 from jgraph.train.privacy.options import Privacy
 from jgraph.train.privacy.secure_sum import SecureSum
+from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.federated import Federated
 from jgraph.train.trainer import Trainer
-from tests.support.clients import client_trainer as trainer, loss
+from tests.support.clients import (
+    EXAMPLES,
+    client_trainer as trainer,
+    loss,
+    named,
+    tallied,
+)
 from tests.support.models import NnxMLP, data, parameters
 from tests.support.servers import Servers, connected
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -301,6 +310,31 @@ def test_rounds_go_on_without_a_client_that_is_lost_for_good(source: Source) -> 
         assert max(ages_of(run)) <= 1
         there.close()
     servers.stop()
+
+
+def test_clients_join_and_leave_and_each_round_counts_once(tmp_path: Path) -> None:
+    with connected(ps=1, worker=1) as cluster:
+        strategy = Federated(max_staleness=2, elastic=Elastic(workers=(1, 4)))
+        there = tallied(cluster, strategy, len(CLIENTS))
+        source = named(tmp_path, len(CLIENTS))
+        run = fit(there, source, steps=10**6, batch_size=EXAMPLES, block=False)
+        wait_until(lambda: tasks_of(run.rounds()) == {CLIENTS[0]})
+        joined = [join_cluster(cluster.target, "worker") for _ in CLIENTS[1:]]
+        wait_until(lambda: tasks_of(run.rounds()) == set(CLIENTS))
+        joined.pop().stop()  # returns when nothing is waited for from there
+        before = len(run.rounds())
+        wait_until(lambda: tasks_of(run.rounds()[before + 5 :]) == set(CLIENTS[:2]))
+        run.stop()
+        run.wait(30)
+        rounds = run.rounds()
+        assert tasks_of(rounds[before + 5 :]) == set(CLIENTS[:2])
+        assert [r.number for r in rounds] == [*range(1, run.steps + 1)]
+        members = [task for r in rounds for task in r.members]
+        (counts,) = parameters(run.model())
+        assert counts.tolist() == [members.count(task) for task in CLIENTS]
+        there.close()
+        for server in joined:
+            server.stop(0.0)
 
 
 @pytest.mark.bad_input_row(29)
