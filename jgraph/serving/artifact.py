@@ -37,6 +37,7 @@ from jgraph import __version__
 from jgraph.errors import ArtifactError
 from jgraph.failpoints import failpoint
 from jgraph.plan.program.nodes import ValueType
+from jgraph.runtime.files.local_paths import local_path
 from jgraph.runtime.files.manifest import (
     Leaf,
     checked_body,
@@ -174,8 +175,8 @@ def write_version(
       ArtifactError: the number is taken, or the files cannot be written.
     """
     check_model_name(model.name)
-    if version is not None and not 0 < version <= MAX_VERSION:
-        raise ArtifactError(f"version={version}: give a number from 1 on")
+    if version is not None and not is_version(version):
+        raise ArtifactError(f"version={version!r:.40}: give a number from 1 on")
     draft = model / f".new.{os.getpid()}.{os.urandom(4).hex()}.tmp"
     try:
         draft.mkdir(parents=True)
@@ -412,6 +413,50 @@ def versions_in(model: Path) -> list[int]:
             )
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def local_directory(path: str | Path) -> Path:
+    """Returns the directory that a user means.
+
+    Raises:
+      ArtifactError: it cannot be one of this machine.
+    """
+    try:
+        return local_path(path)
+    except ValueError as why:
+        raise ArtifactError(
+            f"{path!r:.80} cannot be a directory of models: {why}; give one of this "
+            "machine, for example 'models/ctr'"
+        ) from None
+
+
+def model_directory(path: str | Path) -> Path:
+    """Returns the directory that is to have versions of a model.
+
+    Raises:
+      ArtifactError: it cannot be one.
+    """
+    where = local_directory(path)
+    check_model_name(where.name)
+    if where.name.isdecimal():
+        raise ArtifactError(
+            f"{where} cannot be the directory of a model: one that is called by a "
+            f"number is a version of the model above it; give {where.parent} and "
+            f"version={where.name}, or another name"
+        )
+    return where
+
+
+def is_version(value: object) -> bool:
+    """Whether a value can be the number of a version.
+
+    Example:
+      >>> is_version(3), is_version("3"), is_version(3.5), is_version(True)
+      (True, False, False, False)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        return False
+    return bool(0 < value <= MAX_VERSION)
 
 
 def check_model_name(name: str) -> None:

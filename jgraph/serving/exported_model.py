@@ -1,6 +1,6 @@
 """Exported model: a version loaded from its directory, that can be asked."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar, final
@@ -15,6 +15,7 @@ from jgraph.runtime.compiled.compile_cache import CompileCache, Executable
 from jgraph.serving.artifact import (
     ModelManifest,
     checked_program,
+    local_directory,
     programs_in,
     read_arrays,
     read_example,
@@ -85,16 +86,20 @@ class LoadedVersion(Generic[F]):
         """
         name = signature or self.default
         if name not in self.functions:
-            raise ModelNotFoundError(
-                f"'{name:.80}' is no signature of the model; it has "
-                f"{', '.join(self.functions)}"
-            )
+            raise no_signature(name, self.functions)
         return self.functions[name]
 
     @property
     def default(self) -> str:
         """The signature that is meant where none is named."""
         return DEFAULT if DEFAULT in self.functions else next(iter(self.functions))
+
+
+def no_signature(name: object, known: Iterable[str]) -> ModelNotFoundError:
+    """Returns the error of a signature that a model does not have."""
+    return ModelNotFoundError(
+        f"'{name!s:.80}' is no signature of the model; it has {', '.join(known)}"
+    )
 
 
 def read_version(path: Path, cache: CompileCache) -> LoadedVersion[LoadedFunction]:
@@ -163,7 +168,7 @@ class ExportedModel:
     """
 
     def __init__(self, path: str | Path) -> None:
-        where = Path(path).expanduser().absolute()
+        where = local_directory(path)
         if not where.name.isdecimal():
             if not (numbers := versions_in(where)):
                 raise ArtifactError(f"there is no version of a model in {where}")
@@ -215,10 +220,16 @@ class ExportedModel:
         return {s.name: v for s, v in zip(one.outputs, outputs, strict=True)}
 
     def example(self, signature: str = "") -> dict[str, Array]:
-        """Returns inputs that the model takes, a row of each."""
+        """Returns inputs that the model takes, a row of each.
+
+        Raises:
+          ModelNotFoundError: no such signature.
+        """
         found = read_example(self.path, self.manifest)
-        default = DEFAULT if DEFAULT in found else next(iter(found))
-        return found[signature or default]
+        name = signature or (DEFAULT if DEFAULT in found else next(iter(found)))
+        if name not in found:
+            raise no_signature(name, found)
+        return found[name]
 
     def verify(self) -> "ExportedModel":
         """Reads every byte and compares it with what was exported.

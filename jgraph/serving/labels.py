@@ -49,11 +49,8 @@ class Labels:
             raise ValueError("it is no object of labels")  # noqa: TRY004  # of a file
         split, mirror = found.pop(_SPLIT, {}), found.pop(_MIRROR, "")
         for label, version in found.items():
-            if not LABEL.fullmatch(label):
-                raise ValueError(
-                    f"'{label:.80}' is no label: take letters, digits, '_', '-' and "
-                    "'.', a letter first"
-                )
+            if not _is_label(label):
+                raise ValueError(_no_label(label))
             if type(version) is not int or not 0 < version <= MAX_VERSION:
                 raise ValueError(f"the version of '{label}' is no number from 1 on")
         if not isinstance(split, dict) or any(
@@ -66,6 +63,35 @@ class Labels:
         if mirror != "" and (not isinstance(mirror, str) or mirror not in found):
             raise ValueError("mirror has to be a label of this file")
         return cls(found, split, mirror)
+
+
+def _is_label(name: object) -> bool:
+    is_word = isinstance(name, str) and LABEL.fullmatch(name) is not None
+    return is_word and name not in (_SPLIT, _MIRROR)
+
+
+def _no_label(name: object) -> str:
+    return (
+        f"'{name!s:.80}' is no label: take letters, digits, '_', '-' and '.', a letter "
+        f"first, and neither '{_SPLIT}' nor '{_MIRROR}'"
+    )
+
+
+def check_label(model: Path, label: str | None) -> None:
+    """Refuses a label before there is the version that is to have it.
+
+    Args:
+      model: directory of the model.
+      label: the name; None: there is to be none.
+
+    Raises:
+      ArtifactError: it is none, or the file of labels means nothing.
+    """
+    if label is None:
+        return
+    if not _is_label(label):
+        raise ArtifactError(_no_label(label))
+    read_labels(model)
 
 
 def read_labels(model: Path) -> Labels:

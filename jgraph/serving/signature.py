@@ -167,8 +167,8 @@ class Signature:
             if spec.name == name:
                 return spec
         raise ModelInputError(
-            f"'{name:.80}' is no input of the model; {_nearest(name, self.inputs)}",
-            input=name[:80],
+            f"'{name!s:.80}' is no input of the model; {_nearest(name, self.inputs)}",
+            input=str(name)[:80],
         )
 
     def chosen(self, names: Iterable[str]) -> list[int]:
@@ -233,6 +233,8 @@ class Signature:
                 )
             is_due = value.dtype == spec.np_dtype  # its name takes longer
             spec.check(spec.dtype if is_due else value.dtype.name, value.shape)
+            if not is_due and not value.dtype.isnative:  # XLA would read it as it lies
+                value = value.astype(spec.np_dtype)
             found.append(value)
         if not self.is_batched:
             return found, 1
@@ -388,7 +390,7 @@ def short(shape: Sequence[int]) -> str:
     return f"[{text}]" if len(shape) <= 8 else f"[{text},…] of {len(shape)} sizes"
 
 
-def _nearest(name: str, specs: Sequence[TensorSpec]) -> str:
+def _nearest(name: object, specs: Sequence[TensorSpec]) -> str:
     names = [spec.name for spec in specs]
-    near = difflib.get_close_matches(name[:80], names, 1)
+    near = difflib.get_close_matches(str(name)[:80], names, 1)
     return f"did you mean '{near[0]}'?" if near else f"it has {listed(specs)}"

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import (
     Any,
+    Final,
     Literal,
     Protocol,
     TypeAlias,
@@ -37,12 +38,12 @@ from jgraph.plan.program.program import SegmentCode
 from jgraph.runtime.compiled.compile_cache import CompileCache
 from jgraph.serving.artifact import (
     ModelManifest,
-    check_model_name,
     digest_of,
+    model_directory,
     write_version,
 )
 from jgraph.serving.exported_model import ExportedModel, LoadedFunction
-from jgraph.serving.labels import set_label
+from jgraph.serving.labels import check_label, set_label
 from jgraph.serving.saved_model.convert import write_saved_model
 from jgraph.serving.signature import (
     DEFAULT,
@@ -50,6 +51,7 @@ from jgraph.serving.signature import (
     Signature,
     TensorSpec,
 )
+from jgraph.train.counts import is_share
 from jgraph.train.export_live import export_live
 from jgraph.train.export_program import export_program, refuse_for_tasks
 from jgraph.train.hash_tables.hash_table import linen_tables, nnx_tables
@@ -57,6 +59,7 @@ from jgraph.train.live.live_model import LiveSource
 from jgraph.train.model.losses import positional
 from jgraph.train.model.served import (
     Example,
+    as_array,
     called,
     check_no_tables,
     names_after_first,
@@ -67,6 +70,8 @@ from jgraph.train.model.served import (
 from jgraph.train.model.trees import Tree, named_state, path_of, string_keys
 from jgraph.train.run.run import Predictor
 
+_PLATFORMS: Final = ("cpu", "cuda", "rocm", "tpu")
+"""What JAX exports for, on whatever machine."""
 Call: TypeAlias = Callable[[Tree, Any, Callable[..., Any] | None], Any]
 
 
@@ -183,8 +188,10 @@ def export(
       ...     jg.export(f, x, f"{directory}/m", params=np.ones(3, np.float32))
       ExportedModel('m', version=1)
     """
-    where = Path(path).expanduser().absolute()
-    check_model_name(where.name)
+    where = model_directory(path)
+    check_label(where, label)
+    platform = jax.export.default_export_platform()
+    _check_options(fn, signatures, platforms, platform, rtol)
     if session is not None:
         refuse_for_tasks(
             fn=fn,
@@ -242,10 +249,10 @@ def export(
             f'format={format!r}, tensorflow={tensorflow!r}: give format="jgraph", or '
             '"saved_model", which takes tensorflow='
         )
-    platform = jax.export.default_export_platform()
     targets = tuple(platforms or (platform,))
     with show_wait(f"exporting {where.name}"):
         source = _source(model, params)
+        source = replace(source, values=_as_in_jax(source.values))
         call_example = Example.of(example, batch=batch)
         arrays = _named_arrays(source.values)
         functions = {DEFAULT: fn, **(signatures or {})}
@@ -274,6 +281,37 @@ def export(
     if label is not None:
         set_label(where, label, number)
     return ExportedModel(where / str(number)).verify()
+
+
+def _check_options(
+    fn: object,
+    signatures: object,
+    platforms: object,
+    here: str,
+    rtol: object,
+) -> None:
+    """Refuses options that cannot be, before anything is traced.
+
+    Raises:
+      ArtifactError: names one, and what to give.
+    """
+    if not (signatures is None or isinstance(signatures, Mapping)):
+        raise ArtifactError(
+            f"signatures={signatures!r:.60}: give a dict of functions by name"
+        )
+    for name, one in {"fn": fn, **(signatures or {})}.items():
+        if not callable(one) and (one is not None or name != "fn"):
+            raise ArtifactError(
+                f"'{name!s:.80}' is {one!r:.60}; give a function of the model and x"
+            )
+    known = sorted({*_PLATFORMS, here})
+    is_list = isinstance(platforms, list | tuple) and set(platforms) <= set(known)
+    if platforms is not None and not is_list:
+        raise ArtifactError(
+            f"platforms={platforms!r:.60}: give a list of some of {', '.join(known)}"
+        )
+    if not is_share(rtol):
+        raise ArtifactError(f"rtol={rtol!r:.40}: give a number from 0 to 1")
 
 
 def _exported_live(
@@ -393,9 +431,20 @@ def _of_function(function: Callable[..., Any], params: Any) -> _Source:
     return _Source(call, values, lambda fn: positional(fn or function)[first:])
 
 
+def _as_in_jax(values: Tree) -> Tree:
+    """Returns arrays of the dtypes that code is traced for."""
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, value: as_array(f"'{_name(keys)}'", value), values
+    )
+
+
 def _named_arrays(values: Tree) -> dict[str, Array]:
     flat = jax.tree_util.tree_flatten_with_path(values)[0]
-    return {"/".join(path_of(keys)) or "params": np.asarray(v) for keys, v in flat}
+    return {_name(keys): value for keys, value in flat}
+
+
+def _name(keys: tuple[Any, ...]) -> str:
+    return "/".join(path_of(keys)) or "params"
 
 
 def _exported(

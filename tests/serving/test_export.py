@@ -25,6 +25,7 @@ from jgraph.errors import (
     InvalidProgramError,
     JGError,
     ModelInputError,
+    ModelNotFoundError,
     NotExportableError,
 )
 from jgraph.failpoints import CRASHED
@@ -175,6 +176,71 @@ def test_a_mistake_in_the_function_is_told_as_it_is(
     assert not isinstance(raised.value, JGError)
     files = [entry.path for entry in raised.traceback]
     assert Path(__file__) in files
+
+
+@pytest.mark.parametrize("params", [np.array([1.0, 2.0]), [1, 2.0]], ids=["f8", "py"])
+def test_parameters_are_kept_as_the_code_was_made_for(
+    tmp_path: Path, params: Any
+) -> None:
+    exported = jg.export(lambda p, x: x * p[0] + p[1], X, tmp_path / "m", params=params)
+    np.testing.assert_allclose(exported.predict(X)["y"], X + 2, rtol=1e-6)
+
+
+def test_numbers_of_the_other_byte_order_mean_the_same(tmp_path: Path) -> None:
+    other = X.astype(X.dtype.newbyteorder())
+    exported = jg.export(lambda p, x: x @ p.T, other, tmp_path / "m", params=other)
+    for x in (X, other):
+        np.testing.assert_allclose(exported.predict(x)["y"], X @ X.T, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"params": {"w": np.array(["a"])}}, "'params/w' is no array of numbers"),
+        ({"params": 10**30}, "'params' is no array of numbers"),
+        ({"version": "3"}, "version='3': give a number from 1 on"),
+        ({"version": 3.5}, "version=3.5: give a number from 1 on"),
+        ({"label": "3"}, "'3' is no label"),
+        ({"label": "split"}, "'split' is no label"),
+        ({"platforms": "cpu"}, "platforms='cpu': give a list of some of cpu, cuda"),
+        ({"platforms": ["gpuu"]}, "give a list of some of cpu, cuda"),
+        ({"batch": 3}, "batch=3: leave it away for any number of rows"),
+        ({"rtol": math.nan}, "rtol=nan: give a number from 0 to 1"),
+        ({"fn": 3}, "'fn' is 3; give a function"),
+        ({"signatures": {"embed": None}}, "'embed' is None; give a function"),
+        ({"signatures": ["embed"]}, "give a dict of functions by name"),
+        ({"path": ""}, "cannot be a directory of models: it is empty"),
+        ({"path": "gs://b/m"}, "it is an address of an object store"),
+        (
+            {"path": "m/7"},
+            "is a version of the model above it; give .*/m and version=7",
+        ),
+    ],
+)
+def test_options_that_cannot_be_leave_nothing_behind(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fn = (lambda p, x: x) if "params" in options else (lambda x: x)
+    with pytest.raises(ArtifactError, match=said):
+        jg.export(fn, X, **{"path": "m", **options})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_signature_that_is_not_there_is_told_with_those_that_are(
+    tmp_path: Path,
+) -> None:
+    half: Any = half_plus_three(tmp_path)
+    for name in ("nope", 3):
+        with pytest.raises(ModelNotFoundError, match=f"'{name}' is no signature .* s"):
+            half.example(name)
+        with pytest.raises(ModelNotFoundError, match=f"'{name}' is no signature .* s"):
+            half.predict(X[0], signature=name)
+    with pytest.raises(ModelInputError, match="'1' is no input"):
+        half.predict({1: X[0]})
 
 
 def test_a_number_is_never_written_twice(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ import numpy as np
 
 from jgraph.errors import ArtifactError
 from jgraph.serving.artifact import (
-    check_model_name,
+    is_version,
+    model_directory,
     read_arrays,
     read_program,
     versions_in,
@@ -57,8 +58,9 @@ def write_saved_model(
       ArtifactError: no TensorFlow, it refuses the code, other answers, or the number
         is taken.
     """
-    where = Path(path).expanduser().absolute()
-    check_model_name(where.name)
+    where = model_directory(path)
+    if version is not None and not is_version(version):
+        raise ArtifactError(f"version={version!r:.40}: give a number from 1 on")
     number = version or model.version
     if number in versions_in(where):
         raise ArtifactError(

@@ -14,7 +14,6 @@ the data the training was.
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +24,7 @@ import numpy as np
 
 from jgraph.errors import CheckpointError, CheckpointPathError
 from jgraph.graph.ir import TaskName
+from jgraph.runtime.files.local_paths import local_path
 from jgraph.runtime.files.manifest import (
     Leaf,
     Manifest,
@@ -255,29 +255,13 @@ def absolute(path: str | Path) -> Path:
       CheckpointPathError: it cannot be a directory of this machine.
     """
     try:
-        text = os.fspath(path)
-        target = Path(text).expanduser().absolute()
-        if not (why := _why_not(text)):
-            with suppress(FileNotFoundError):
-                target.stat()
-            return target
-    except (OSError, RuntimeError, TypeError) as error:
-        why = getattr(error, "strerror", None) or str(error).rstrip(".")
-    raise CheckpointPathError(
-        f"{path!r:.80} cannot be a directory of checkpoints: {why}; give one of this "
-        "machine, for example 'runs/mlp'",
-        path=str(path),
-    )
-
-
-def _why_not(text: str) -> str:
-    if not text:
-        return "it is empty"
-    if "\0" in text:
-        return "it has a zero byte"
-    if re.match(r"[A-Za-z][\w+.-]+:/", text):
-        return "it is an address of an object store"
-    return ""
+        return local_path(path)
+    except ValueError as why:
+        raise CheckpointPathError(
+            f"{path!r:.80} cannot be a directory of checkpoints: {why}; give one of "
+            "this machine, for example 'runs/mlp'",
+            path=str(path),
+        ) from None
 
 
 def _check_types(manifest: Manifest, target: Path) -> None:

@@ -54,7 +54,17 @@ class Example:
             kind, by_name = "tuple", {str(n): one for n, one in enumerate(example)}
         if not by_name or not all(isinstance(name, str) for name in by_name):
             raise ArtifactError("the example has no inputs with names; give a batch")
-        values = {name: _as_array(name, one) for name, one in by_name.items()}
+        if not (batch is None or isinstance(batch, str)):
+            raise ArtifactError(
+                f"batch={batch!r:.40}: leave it away for any number of rows, or give "
+                "batch=None for as many as the example has"
+            )
+        values = {
+            name: as_array(f"'{name}' of the example", one)
+            for name, one in by_name.items()
+        }
+        for name, value in values.items():
+            check_dtype(f"input {name}", value.dtype.name)
         if batch is not None:
             sizes = {name: one.shape[:1] for name, one in values.items()}
             if len(set(sizes.values())) > 1 or () in sizes.values():
@@ -93,15 +103,28 @@ class Example:
         return tuple(inputs) if self.kind == "tuple" else inputs[0]
 
 
-def _as_array(name: str, value: Any) -> Array:
+def as_array(what: str, value: Any) -> Array:
+    """Returns a value as an array of the dtype that it has in JAX.
+
+    Args:
+      what: what it is, for people.
+      value: numbers of Python, NumPy or JAX.
+
+    Raises:
+      ArtifactError: it is no array of numbers.
+
+    Example:
+      >>> as_array("a scale", 2.5).dtype
+      dtype('float32')
+    """
     try:
-        array = np.asarray(jnp.asarray(value))
-    except (TypeError, ValueError) as error:
+        if isinstance(value, np.ndarray):  # JAX takes this machine's byte order only
+            value = value.astype(value.dtype.newbyteorder("="), copy=False)
+        return np.asarray(jnp.asarray(value))
+    except (TypeError, ValueError, OverflowError) as error:
         raise ArtifactError(
-            f"'{name}' of the example is no array of numbers ({error!s:.100})"
+            f"{what} is no array of numbers ({error!s:.100})"
         ) from error
-    check_dtype(f"input {name}", array.dtype.name)
-    return array
 
 
 def called(
