@@ -75,6 +75,12 @@ FIT_ARGUMENTS: Final[Mapping[str, str]] = {
     "validation_steps": "eval_data=(x, y), all of which is evaluated",
     "verbose": "progress=False to show nothing",
 }
+EVALUATE_ARGUMENTS: Final[Mapping[str, str]] = {
+    "sample_weight": "the weights as a field of the data, which the loss uses",
+    "steps": "nothing: each example counts once",
+    "verbose": "nothing: no progress is shown",
+    "y": "the data as one argument: evaluate((x, y))",
+}
 CLUSTER_ARGUMENTS: Final[Mapping[str, str]] = {
     "n_workers": "workers=2",
     "num_evaluators": "evaluators=1",

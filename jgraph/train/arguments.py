@@ -19,6 +19,26 @@ MOST_STEPS: Final = 2**63 - 1
 """What messages count as whole numbers ends here."""
 
 
+def check_counts(**counts: Any) -> None:
+    """Refuses counts that are no whole numbers, or less than 1.
+
+    Raises:
+      ConfigError: names the argument.
+    """
+    for name, count in counts.items():
+        if hasattr(count, "__len__") and not isinstance(count, str):
+            raise ConfigError(
+                f"{name} is a {type(count).__name__} of {len(count)}; inputs and "
+                "targets are one argument: (x, y)"
+            )
+        if isinstance(count, bool) or not isinstance(count, int | np.integer):
+            raise ConfigError(f"{name} is {count!r:.60}; it must be a whole number")
+        if count < 1:
+            raise ConfigError(f"{name} is {count}; it must be at least 1")
+        if count > MOST_STEPS:
+            raise ConfigError(f"{name} is more than {MOST_STEPS}; no run comes so far")
+
+
 def check_arguments(
     model: Model,
     loss: Loss,

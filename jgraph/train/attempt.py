@@ -213,7 +213,10 @@ class Attempts:
         request, (dataset, eval_dataset) = self._request, self._datasets
         self._parts.carry_over()
         build = self._parts.prepare(dataset, self._batch_size)
-        step, runner, _ = build
+        step, runner, evaluator = build
+        if eval_dataset is not None:
+            types = step.unflatten([v.spec.aval for v in step.variables])
+            evaluator.check(types, eval_dataset)
         if request.checkpoint is not None:
             checkpoint.check_names(step.unflatten(step.names))
         if request.lease_s is None and request.checkpoint is not None:

@@ -26,7 +26,7 @@ from jgraph.errors import (
     JGError,
 )
 from jgraph.train.answers import LOSS_ERRORS, Asked
-from jgraph.train.arguments import MOST_STEPS
+from jgraph.train.arguments import check_counts
 from jgraph.train.attempt import Attempt
 from jgraph.train.checkpoint.saver import Saver
 from jgraph.train.run.history import History
@@ -97,6 +97,7 @@ class Fit:
 
     def _work(self, release: Callable[[], None]) -> None:
         attempt, start_s = self.attempt, self.clock.now()
+        self.run.begin()
         error: BaseException | None = None
         values: Sequence[Any] | None = None
         position: Position = None
@@ -348,21 +349,6 @@ def one_of(eval_data: Any, validation_data: Any) -> Any:
     if eval_data is not None:
         raise ConfigError("eval_data and validation_data are the same; give one")
     return validation_data
-
-
-def check_counts(**counts: int) -> None:
-    """Refuses counts that are no whole numbers, or less than 1.
-
-    Raises:
-      ConfigError: names the argument.
-    """
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int | np.integer):
-            raise ConfigError(f"{name} is {count!r:.60}; it must be a whole number")
-        if count < 1:
-            raise ConfigError(f"{name} is {count}; it must be at least 1")
-        if count > MOST_STEPS:
-            raise ConfigError(f"{name} is more than {MOST_STEPS}; no run comes so far")
 
 
 def check_wait(wait_s: float) -> None:

@@ -16,7 +16,7 @@ from jgraph.cluster.wait_message import hide_wait, show_wait
 from jgraph.coordination.run.supervisor import WAIT_S
 from jgraph.errors import ClusterBusyError, ConfigError, hints
 from jgraph.errors.tracebacks import short_traceback
-from jgraph.train.arguments import check_arguments
+from jgraph.train.arguments import check_arguments, check_counts
 from jgraph.train.attach import attach
 from jgraph.train.attempt import Attempt, Attempts, FitRequest, fill_from
 from jgraph.train.checkpoint import checkpoint as checkpoints
@@ -26,7 +26,6 @@ from jgraph.train.data.data import Data, Dataset, as_dataset
 from jgraph.train.data.source import Source
 from jgraph.train.fit import (
     Fit,
-    check_counts,
     check_evaluation,
     check_length,
     check_wait,
@@ -316,6 +315,8 @@ class Trainer:
         Raises:
           ConfigError: no data was given, now or before.
         """
+        if batch_size is not None:
+            check_counts(batch_size=batch_size)
         if data is not None:
             with show_wait("tracing and placing"):
                 config, trained_on = self._config, self._parts.trained_on
@@ -336,6 +337,7 @@ class Trainer:
         return self._build()[1].plan()
 
     @short_traceback
+    @hints.naming_arguments(hints.EVALUATE_ARGUMENTS)
     def evaluate(self, data: Data | Source, batch_size: int = 256) -> dict[str, float]:
         """Returns the loss and the metrics on ``data``, as means over all examples.
 
@@ -350,6 +352,7 @@ class Trainer:
         return self._state.evaluate_values(None, data, batch_size)
 
     @short_traceback
+    @hints.naming_arguments(hints.EVALUATE_ARGUMENTS)
     def predict(
         self, x: Data, batch_size: int = 256, *, fn: Callable[..., Any] | None = None
     ) -> Any:
@@ -364,6 +367,7 @@ class Trainer:
         Raises:
           DataError: the model does not take such inputs; tells theirs and those known.
         """
+        check_counts(batch_size=batch_size)
         data = as_dataset(x, "x")
         step, runner, evaluator = self._build(data)
         with show_wait("predicting"):

@@ -139,6 +139,17 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: trainer().fit(X, Y, steps=1, eval_data=X, validation_data=X),
         "are the same; give one",
     ),
+    "targets beside inputs": (
+        lambda: trainer().evaluate(X, Y),
+        r"a ndarray of \d+; inputs and targets are one argument: \(x, y\)",
+    ),
+    "no batch": (lambda: trainer().predict(X, batch_size=0), "batch_size is 0; it mu"),
+    "a plan of no batch": (lambda: trainer().plan((X, Y), 0), "batch_size is 0; it"),
+    "evaluate quietly": (
+        lambda: trainer().evaluate((X, Y), verbose=0),
+        "evaluate has no argument 'verbose': write nothing",
+    ),
+    "a number as metric": (lambda: trainer(metrics={1: loss}), "has the name 1; names"),
     "optimizer": (lambda: trainer(optimizer=None), r"Trainer has no .* tx=optax\.adam"),
     "num_ps": (lambda: CLUSTER(num_ps=1), "LocalCluster has no .* write ps=2"),
     "callback(run)": (lambda: CALLBACKS(one_argument), r"callback\(run, report\)"),

@@ -207,3 +207,25 @@ def test_closed_trainer_says_so() -> None:
     trainer.close()
     with pytest.raises(ConfigError, match="this Trainer was closed"):
         trainer.fit(data(), steps=1, batch_size=8, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (lambda model, batch: model(batch[0]), r"metric 'm' has shape \(40, 2\)"),
+        (lambda model, batch: None, "metric 'm' returned None; return the mean"),
+    ],
+)
+def test_metric_that_has_no_mean_is_refused_before_the_training(
+    metric: Any, message: str
+) -> None:
+    trainer = nnx_trainer(metrics={"m": metric})
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(data(), steps=5, batch_size=8, eval_data=data(), progress=False)
+    assert fit(trainer, 1).steps == 1
+
+
+def test_keys_of_a_batch_that_have_no_order_are_named() -> None:
+    x, y = data()
+    with pytest.raises(DataError, match="dict with the keys 0, 'y', which have no ord"):
+        nnx_trainer().fit({0: x, "y": y}, steps=1, batch_size=8, progress=False)

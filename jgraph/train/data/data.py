@@ -23,7 +23,7 @@ from jgraph.runtime.data.batches import (
     check_batch_size,
     check_lengths,
 )
-from jgraph.train.data.fields import as_array
+from jgraph.train.data.fields import as_array, check_keys
 from jgraph.train.data.forms import (
     BATCH_SIZE,
     Indexed,
@@ -350,6 +350,7 @@ def as_dataset(
         return data
     if not _is_structure(data):
         return _fed(data, name, batch_size, finite=finite)
+    check_keys(data, name)
     leaves, tree = jax.tree_util.tree_flatten_with_path(
         dict(data) if isinstance(data, Mapping) else data,
         is_leaf=lambda v: not isinstance(v, dict | tuple) and v is not data,

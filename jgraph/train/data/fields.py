@@ -1,5 +1,6 @@
 """Fields of a batch: arrays of the types that JAX computes with; equal parts."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -47,6 +48,27 @@ def as_array(
     if hasattr(value, "columns"):
         _check_table(value, array, field)
     return _as_jax_dtype(array, field)
+
+
+def check_keys(value: Any, name: str) -> None:
+    """Refuses dicts whose keys have no order, by which fields are known.
+
+    Raises:
+      DataError: names the keys.
+    """
+    if isinstance(value, Mapping):
+        try:
+            sorted(value)
+        except TypeError:
+            raise DataError(
+                f"{name} is a dict with the keys {', '.join(map(repr, value))}, which "
+                "have no order; make all of them names"
+            ) from None
+        for key, each in value.items():
+            check_keys(each, f"{name}[{key!r}]")
+    elif isinstance(value, tuple):
+        for number, each in enumerate(value):
+            check_keys(each, f"{name}[{number}]")
 
 
 def _check_table(table: Any, array: Array, field: str) -> None:

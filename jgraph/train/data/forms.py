@@ -20,7 +20,7 @@ import numpy as np
 from jgraph.coordination.data.slots import Part, Rows, Shuffle
 from jgraph.errors import DataError, JGError
 from jgraph.runtime.data.batches import Array, Field
-from jgraph.train.data.fields import as_array
+from jgraph.train.data.fields import as_array, check_keys
 
 BATCH_SIZE: Final = 128
 """Examples of a batch where nobody says how many."""
@@ -108,6 +108,7 @@ def first_element(
     Raises:
       DataError: no arrays; or it may be a batch or an example.
     """
+    check_keys(element, name)
     leaves, tree = jax.tree_util.tree_flatten_with_path(
         _plain(element), is_leaf=_is_leaf
     )

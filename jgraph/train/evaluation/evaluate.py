@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Final, final
 
 import jax
 import numpy as np
@@ -14,6 +14,9 @@ from jgraph.train.model.adapters import Adapter, Metric
 from jgraph.train.model.metrics import as_float64, named_metrics
 from jgraph.train.model.stateful_metrics import StatefulMetrics
 from jgraph.train.model.trees import Tree
+
+BATCH_SIZE: Final = 256
+"""Examples that are evaluated at a time, unless told otherwise."""
 
 _SEEN = "__seen__"
 
@@ -41,6 +44,25 @@ class Evaluator:
 
         self._step = jax.jit(step)
         self._predict = jax.jit(adapter.predict, static_argnums=3)
+
+    def check(self, tree: Tree, data: Dataset) -> None:
+        """Finds out whether it can evaluate on data, before anything is trained.
+
+        Args:
+          tree: types of the model's values.
+          data: to be evaluated on.
+
+        Raises:
+          ConfigError: as ``evaluate``. What a metric raises comes out as it is.
+        """
+        own = data.fed is not None
+        size = data.batch_size(None) if own else min(BATCH_SIZE, len(data))
+        state = None if self._stateful is None else self._stateful.empty
+        row, _ = jax.eval_shape(
+            self._step, tree["params"], tree["state"], data.avals(size), state
+        )
+        if row or self._stateful is None:
+            check_metrics(row)
 
     def evaluate(self, tree: Tree, data: Dataset, batch_size: int) -> dict[str, float]:
         """Returns each metric as its mean over all examples.

@@ -31,7 +31,7 @@ from jgraph.plan.program.program import Program
 from jgraph.train.data.data import Data, Dataset, as_dataset, check_alike
 from jgraph.train.data.forms import Stream
 from jgraph.train.data.source import Source
-from jgraph.train.evaluation.evaluate import check_metrics, weighted
+from jgraph.train.evaluation.evaluate import BATCH_SIZE, check_metrics, weighted
 from jgraph.train.evaluation.evaluations import Evaluation, Evaluations
 from jgraph.train.model.adapters import Metric
 from jgraph.train.model.metrics import named_metrics
@@ -44,7 +44,6 @@ from jgraph.train.tables.row_update import RowUpdate
 JOB = "evaluator"
 """The job whose first task evaluates."""
 
-BATCH_SIZE = 256
 _STEP_S = 60.0
 
 

@@ -19,7 +19,7 @@ from jgraph.train.data.data import Dataset
 from jgraph.train.hash_tables.hash_step import ModelTable
 from jgraph.train.hash_tables.hash_table import linen_tables, nnx_tables
 from jgraph.train.model.losses import Loss, loss_and_scalars, positional, split_result
-from jgraph.train.model.metrics import named_metrics
+from jgraph.train.model.metrics import metric_values, named_metrics
 from jgraph.train.model.trees import Tree, named_like, named_state, path_of, string_keys
 
 Model: TypeAlias = nnx.Module | nn.Module | Callable[[], nnx.Module]
@@ -228,7 +228,7 @@ class NnxAdapter:
         def computed() -> dict[str, Any]:
             model = self._merge(params, state, ())
             model.eval()
-            values = {k: fn(model, batch) for k, fn in metrics.items()}
+            values = metric_values(metrics, model, batch)
             result = self._loss(model, batch, *self._rngs_of(()))
             return loss_and_scalars(result) | values
 
@@ -326,7 +326,7 @@ class LinenAdapter:
 
         def computed() -> dict[str, Any]:
             first = self._first(params, state)
-            values = {name: fn(first, batch) for name, fn in metrics.items()}
+            values = metric_values(metrics, first, batch)
             if self._takes_rng or self.state:
                 return values
             return loss_and_scalars(self._loss(first, batch)) | values

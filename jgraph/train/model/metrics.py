@@ -5,14 +5,14 @@ pieces of 11 bits, whose float32 sums are exact, and whoever reads the mean puts
 together as float64.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgraph.errors import GraphError
+from jgraph.errors import ConfigError, GraphError
 from jgraph.runtime.data.batches import Array
 from jgraph.train.model.trees import path_of
 
@@ -61,6 +61,24 @@ def _as_array(value: Any, name: str) -> jax.Array:
     if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == jnp.bool_):
         raise GraphError(f"metric '{name}' has dtype {array.dtype}; return numbers")
     return array
+
+
+def metric_values(
+    metrics: Mapping[str, Callable[[Any, Any], Any]], model: Any, batch: Any
+) -> dict[str, Any]:
+    """Returns what each metric gives for a batch.
+
+    Raises:
+      ConfigError: one gives nothing.
+    """
+    values = {name: fn(model, batch) for name, fn in metrics.items()}
+    for name, value in values.items():
+        if value is None:
+            raise ConfigError(
+                f"metric '{name}' returned None; return the mean over the batch, a "
+                "scalar"
+            )
+    return values
 
 
 def as_float64(values: Any) -> Array:

@@ -79,6 +79,12 @@ def split_metrics(
             name = getattr(fn, "__name__", "metric")
             return {"metric" if name == "<lambda>" else name: fn}, None
         case Mapping() if all(map(callable, metrics.values())):
+            names: list[object] = [*metrics]
+            if unnamed := [name for name in names if not isinstance(name, str)]:
+                raise ConfigError(
+                    f"metrics has the name {unnamed[0]!r:.60}; names of metrics are "
+                    "text, {'accuracy': fn}"
+                )
             return dict(metrics), None
     raise ConfigError(
         f"metrics is {metrics!r:.80}; give functions by name, {{'accuracy': fn}}, or "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 from jgraph.cluster.loop_messages import Rescaled
 from jgraph.cluster.signals import wait_signalled
 from jgraph.coordination.run.recovery import Recovery
-from jgraph.errors import DeadlineError, hints
+from jgraph.errors import ConfigError, DeadlineError, hints
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
 from jgraph.runtime.data.batches import Array
@@ -131,6 +131,7 @@ class Run:
         self._history = history
         self._stop = stop
         self._done = threading.Event()
+        self._thread: int | None = None
         self._outcome = _Outcome()
         self._recoveries: list[Recovery] = []
         self._rescales: list[Rescaled] = []
@@ -389,6 +390,7 @@ class Run:
         return self._result.save_values(path, values, position, overwrite=overwrite)
 
     @short_traceback
+    @hints.naming_arguments(hints.EVALUATE_ARGUMENTS)
     def evaluate(self, data: Data | Source, batch_size: int = 256) -> dict[str, float]:
         """Returns the loss and the Trainer's metrics on ``data``; see Trainer."""
         return self._result.evaluate_values(self._outcome.values, data, batch_size)
@@ -444,7 +446,14 @@ class Run:
 
         Raises:
           DeadlineError: the run still goes on after ``timeout_s``.
+          ConfigError: a callback of the run waits for it.
         """
+        if self._thread == threading.get_ident() and not self._done.is_set():
+            raise ConfigError(
+                "a callback is a part of its run, which goes on when the callback is "
+                "over: run.wait() would wait for itself; leave it out. run.stop() ends "
+                "the run after the current step"
+            )
         if not wait_signalled(self._done, timeout_s):  # Ctrl-C is one
             raise DeadlineError(
                 f"the run is at step {self.steps} and still going on after "
@@ -463,6 +472,10 @@ class Run:
     def last_report(self) -> Report | None:
         """How the run stood when it last reported."""
         return self._outcome.report
+
+    def begin(self) -> None:
+        """Takes note of the thread that calls callbacks. Called by the Trainer."""
+        self._thread = threading.get_ident()
 
     def report(self, report: Report) -> None:
         """Takes note of how the run stands. Called by the Trainer."""

@@ -8,6 +8,7 @@ from typing import Any, Final, final
 from jgraph.cluster.wait_message import show_wait
 from jgraph.errors import DeadlineError
 from jgraph.serving.live.live_options import LiveOptions
+from jgraph.train.arguments import check_counts
 from jgraph.train.attempt import save_to
 from jgraph.train.data.data import Data, Dataset
 from jgraph.train.data.source import Source, as_source_or_dataset
@@ -101,6 +102,7 @@ class TrainingState:
         batch_size: int,
     ) -> dict[str, float]:
         """See ``Result.evaluate_values``."""
+        check_counts(batch_size=batch_size)
         return dict(self.evaluated(data, batch_size, values).values)
 
     def evaluated(

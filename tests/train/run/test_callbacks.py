@@ -109,6 +109,11 @@ def test_a_metric_that_is_not_there_is_named_with_those_that_are() -> None:
         fit(EarlyStopping("eval_acc"), eval_data=data(), eval_every=5)
 
 
+def test_a_callback_that_waits_for_its_own_run_is_told_that_it_would_for_ever() -> None:
+    with pytest.raises(ConfigError, match=r"run\.wait\(\) would wait for itself"):
+        fit(lambda run, report: run.wait(timeout_s=60))
+
+
 def bad_loss(model: Any, batch: Any) -> Any:
     return jnp.log(nnx_loss(model, batch) - 1e3)
 
