@@ -283,6 +283,7 @@ class ModelServer:
 
         async def refreshed() -> None:
             await self._look()
+            await self._look()  # at what failed before, whether its files come no more
             await self._settled()
 
         event_loop.run(refreshed(), "loading new versions of models")

@@ -5,6 +5,7 @@ The shell of ``coordination.serving.versions``.
 
 import asyncio
 import logging
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
@@ -54,13 +55,16 @@ from jgraph.serving.exported_model import (
 )
 from jgraph.serving.function_queue import FunctionQueue
 from jgraph.serving.labels import Labels, read_labels, set_label
-from jgraph.serving.model_options import ModelOptions, read_options
+from jgraph.serving.model_options import FILE as OPTIONS, ModelOptions, read_options
 from jgraph.serving.statistics import Statistics
 from jgraph.serving.tasks.program_file import program_from
 from jgraph.serving.tasks.program_function import ProgramFunction
 
 _LOG = logging.getLogger("jgraph.serving")
 LABEL: Final = "label:"
+_Place: TypeAlias = tuple[int, int, int]
+"""Number, time and size of a file."""
+_Files: TypeAlias = frozenset[tuple[str, _Place]]
 Mirror: TypeAlias = "Callable[[], AbstractContextManager[ServedVersion | None]]"
 
 
@@ -156,8 +160,12 @@ class ExportedVersions:
         self._cache = cache
         self._labels = Labels()
         self._said = ""
-        self._manifests: dict[str, tuple[int, int, int]] = {}
+        self._manifests: dict[str, _Place] = {}
         """Which files were the manifests of versions that were loaded."""
+        self._failed: dict[int, _Files] = {}
+        """What there was of versions that could not be loaded."""
+        self._seen: dict[int, _Files] = {}
+        """What there was of them at the last look."""
 
     def look(self) -> Listed:
         """See ``VersionSource.look``."""
@@ -174,12 +182,43 @@ class ExportedVersions:
             _LOG.warning("The labels of %s stay as they were: %s", self.name, problem)
         self._said = problem
         labels = self._labels
-        return Listed(found, labels.targets, labels.split, labels.mirror)
+        changed = tuple(filter(self._is_another, found))
+        return Listed(found, labels.targets, labels.split, labels.mirror, changed)
+
+    def _is_another(self, version: int) -> bool:
+        """Whether files of a version that failed are others, and come no more."""
+        if version not in self._failed:
+            return False
+        files = self._files(version)
+        is_still = self._seen.get(version) == files
+        self._seen[version] = files
+        return is_still and files != self._failed[version]
+
+    def _files(self, version: int) -> "_Files":
+        """Returns what tells whether a load would read something else."""
+        walk = os.walk(self._path / str(version))
+        files = [Path(where, name) for where, _, names in walk for name in names]
+        return frozenset(map(_facts, [self._path / OPTIONS, *files]))
 
     def load(self, version: int) -> tuple[Version, ModelOptions]:
         """See ``VersionSource.load``."""
+        files = self._files(version)
+        try:
+            loaded = self._load(version)
+        except Exception:
+            self._failed[version] = files
+            raise
+        self._failed.pop(version, None)
+        return loaded
+
+    def _load(self, version: int) -> tuple[Version, ModelOptions]:
         path, options = self._path / str(version), read_options(self._path)
-        self._check_same(path)
+        place = self._check_same(path)
+        loaded, options = self._read(path, options)
+        self._manifests[path.name] = place
+        return loaded, options
+
+    def _read(self, path: Path, options: ModelOptions) -> tuple[Version, ModelOptions]:
         manifest = read_manifest(path)
         if manifest.kind == "stablehlo":
             return read_version(path, self._cache), options
@@ -200,19 +239,16 @@ class ExportedVersions:
         )
         return live, replace(options, limits=limits)
 
-    def _check_same(self, path: Path) -> None:
+    def _check_same(self, path: Path) -> "_Place":
         """Refuses a version that is another one than when it was loaded first."""
-        try:
-            facts = (path / FILE).lstat()
-        except OSError:
-            return  # whoever reads it says so
-        place = facts.st_ino, facts.st_mtime_ns, facts.st_size
-        if self._manifests.setdefault(path.name, place) != place:
+        _, place = _facts(path / FILE)
+        if self._manifests.get(path.name, place) != place:
             raise ArtifactError(
                 f"{path} is not what was loaded under this number, and versions never "
                 "change; export the model again, as the next version",
                 path=str(path),
             )
+        return place
 
     def _over_tasks(
         self, path: Path, manifest: ModelManifest, cluster: Cluster
@@ -482,6 +518,15 @@ class ServedModel:
         """Waits until nothing is being loaded; a load has no deadline but its end."""
         while self._loading:
             await asyncio.wait(self._loading)
+
+
+def _facts(path: Path) -> tuple[str, _Place]:
+    """Returns what tells one file from another that comes in its place."""
+    try:
+        facts = path.lstat()
+    except OSError:  # it is not there; whoever reads it says so
+        return str(path), (0, 0, 0)
+    return str(path), (facts.st_ino, facts.st_mtime_ns, facts.st_size)
 
 
 def _newest(path: Path) -> int:

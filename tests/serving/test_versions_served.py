@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,40 @@ def test_a_version_that_is_replaced_is_not_loaded_under_its_number(
         event_loop.run(model.unload())
         with pytest.raises(ModelNotReadyError, match="versions never change"):
             event_loop.run(model.load())
+
+
+def _completed(whole: Path, there: Path) -> None:
+    shutil.copytree(whole / "programs", there / "programs")
+
+
+def _replaced(whole: Path, there: Path) -> None:
+    shutil.rmtree(there)
+    shutil.copytree(whole, there)
+
+
+def _with_good_options(whole: Path, there: Path) -> None:
+    _completed(whole, there)
+    (there.parent / "model.toml").write_text("[batching]\nmax_rows = 8\n")
+
+
+@pytest.mark.parametrize("mend", [_completed, _replaced, _with_good_options])
+def test_a_version_that_failed_is_tried_again_when_its_files_are_others(
+    tmp_path: Path, mend: Callable[[Path, Path], None]
+) -> None:
+    whole = constant(tmp_path / "elsewhere", 2).path
+    models = tmp_path / "models"
+    constant(models, 1)
+    with jg.serve(models, http_port=None, watch_s=3600) as server:
+        if mend is _with_good_options:
+            (models / "m" / "model.toml").write_text("[batching]\nmax_rows = 'a'\n")
+        no_code = shutil.ignore_patterns("programs")
+        shutil.copytree(whole, models / "m" / "2", ignore=no_code)
+        for _ in range(2):
+            server.refresh()
+            assert [row["state"] for row in server.status()] == ["READY", "FAILED"]
+        mend(whole, models / "m" / "2")
+        server.refresh()
+        assert server.predict("m", X)["y"][0, 0] == 2
 
 
 def test_labels_move_by_file_and_a_bad_file_moves_nothing(tmp_path: Path) -> None:

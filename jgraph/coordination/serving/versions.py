@@ -2,10 +2,11 @@
 
 A version goes found -> loading -> ready -> draining -> gone, or it failed. The newest
 takes over only once it is loaded and tried, so there is no moment without an answer;
-one loads at a time. What fails is told and left alone; the version before it stays.
+one loads at a time. What fails is told and left alone until its files are others; the
+version before it stays.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, final
 
@@ -27,12 +28,14 @@ class Listed:
       labels: version by label.
       split: percent by label, for requests that name no version.
       mirror: label of the version that gets copies of requests.
+      changed: those of which files are not what they were when they failed.
     """
 
     versions: tuple[int, ...]
     labels: Mapping[str, int] = field(default_factory=dict)
     split: Mapping[str, int] = field(default_factory=dict)
     mirror: str = ""
+    changed: tuple[int, ...] = ()
 
 
 @final
@@ -174,7 +177,7 @@ class Versions:
                 done.append(Unload(version))
             case LoadAsked():
                 self._is_wanted = True
-                self._again()
+                self._again(self._states)
             case UnloadAsked():
                 self._is_wanted = False
         self._move(done)
@@ -189,10 +192,11 @@ class Versions:
             if version not in here and state in (FOUND, FAILED, GONE):
                 del self._states[version]
                 self._reasons.pop(version, None)
+        self._again(listed.changed)
 
-    def _again(self) -> None:
-        for version, state in self._states.items():
-            if state == FAILED:
+    def _again(self, versions: Iterable[int]) -> None:
+        for version in versions:
+            if self._states.get(version) == FAILED:
                 self._states[version] = FOUND
                 self._reasons.pop(version, None)
 
