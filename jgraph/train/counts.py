@@ -17,6 +17,13 @@ def is_duration(value: object) -> bool:
     return bool(value > 0)
 
 
+def is_amount(value: object) -> bool:
+    """Whether an option is a number, 0 or more; not NaN."""
+    if isinstance(value, bool) or not isinstance(value, float | int | np.number):
+        return False
+    return bool(value >= 0)
+
+
 def is_share(value: object) -> bool:
     """Whether an option is a part of a whole, from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, float | int | np.number):

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import final
 
 from jgraph.errors import ConfigError, NonFiniteError
+from jgraph.train.counts import is_amount, is_count
 from jgraph.train.evaluation.evaluations import Copy
 from jgraph.train.run.report import Report
 from jgraph.train.run.run import Run
@@ -33,7 +34,7 @@ class StopAtStep:
     """
 
     def __init__(self, last_step: int) -> None:
-        self._last_step = last_step
+        self._last_step = _count("last_step", last_step)
 
     def __call__(self, run: Run, report: Report) -> None:
         """Stops the run if it is time."""
@@ -113,7 +114,8 @@ class EarlyStopping:
       evaluated: the metric, if it is one of an evaluation; else empty.
 
     Raises:
-      ConfigError: ``restore_best`` with a metric of the training. From ``fit``: the run
+      ConfigError: an argument that cannot be, or ``restore_best`` with a metric of the
+        training. From ``fit``: the run
         has no such metric, or evaluates it at its end only.
 
     Source: keras/src/callbacks/early_stopping.py.
@@ -132,6 +134,12 @@ class EarlyStopping:
         higher_is_better: bool = False,
         restore_best: bool = False,
     ) -> None:
+        if not isinstance(metric, str):
+            raise ConfigError(
+                f"metric is {metric!r:.60}; give the name of one, such as 'eval_loss'"
+            )
+        if not is_amount(min_delta):
+            raise ConfigError(f"min_delta is {min_delta!r:.60}; give 0 or more")
         self.evaluated = metric if metric.startswith("eval_") else ""
         if restore_best and not self.evaluated:
             raise ConfigError(
@@ -141,7 +149,7 @@ class EarlyStopping:
         self.restore_best = restore_best
         self._forget()
         self._metric = metric
-        self._patience = patience
+        self._patience = _count("patience", patience)
         self._min_delta = min_delta
         self._sign = -1.0 if higher_is_better else 1.0
 
@@ -195,6 +203,12 @@ class EarlyStopping:
 
     def _repr_html_(self) -> str:
         return markup.lines(repr(self))
+
+
+def _count(name: str, value: int) -> int:
+    if not is_count(value, 0):
+        raise ConfigError(f"{name} is {value!r:.60}; give a whole number, 0 or more")
+    return value
 
 
 def check_evaluated(

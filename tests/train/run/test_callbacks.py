@@ -68,6 +68,21 @@ def test_a_run_stops_when_an_evaluation_has_not_improved_for_a_while() -> None:
     assert (stopping.best, stopping.best_step) == (0.7, 2)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: EarlyStopping(patience="3"),  # type: ignore[arg-type]
+        lambda: EarlyStopping(patience=math.nan),  # type: ignore[arg-type]
+        lambda: EarlyStopping(min_delta=math.nan),
+        lambda: EarlyStopping(None),  # type: ignore[arg-type]
+        lambda: StopAtStep("100"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_could_never_stop_a_run_is_refused_before_it_begins(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"is ('3'|nan|None|'100'); give"):
+        wrong()
+
+
 def test_reports_without_an_evaluation_are_not_waited_for() -> None:
     stopping = EarlyStopping(patience=1)
     assert fed(stopping, *map(report, range(1, 9)), report(9, loss=1.0)) is None
