@@ -45,6 +45,7 @@ class Recorder:
         self._before = 0  # version before the newest update
         self._lock = threading.Condition()
         self._progress = Progress()
+        self._update = 0  # number of the last one that began
         self._working = 0  # nodes of updates
         self._kept_number = 0  # number of the last record that is
         self._is_held = False
@@ -73,7 +74,8 @@ class Recorder:
         with self._lock:
             number, version = self._updates.append(step), 0
             if update:
-                version = self._progress.version + 1
+                # What it averages may come after all that makes the update whole.
+                version = self._update
             elif not isinstance(what, NodeRan):
                 version = self._progress.version
             if update and isinstance(what, NodeRan):
@@ -102,7 +104,7 @@ class Recorder:
             # All have made the one before, so nobody goes back behind it.
             self._before = self._progress.version
             self._undo.clear()
-            self._progress.begins(due)
+            self._update = self._progress.begins(due)
 
     @property
     def undo(self) -> Undo | None:

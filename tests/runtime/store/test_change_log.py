@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jgraph.coordination.run.same_version import HeldBack
 from jgraph.errors import CopyLostError, JGError
 from jgraph.graph.ir import TaskName
 from jgraph.graph.rows.hash_spec import Admission, Column, HashSpec
 from jgraph.plan.program.nodes import ValueType
 from jgraph.plan.program.program import StoredVariable
-from jgraph.plan.program.replay import NodeRan
+from jgraph.plan.program.replay import NodeRan, Record
 from jgraph.runtime.store.change_log import Recorder, Recording
 from jgraph.runtime.store.entry import RowsOf
 from jgraph.runtime.store.store import VariableStore
@@ -152,17 +153,26 @@ def test_nothing_of_an_update_changes_once_a_task_has_told_its_version() -> None
     first.join()
 
 
-def test_records_have_the_number_of_their_update() -> None:
-    recorder = Recorder(lambda: None)
-    recording = Recording(recorder, 1, due=frozenset({2}))
-    for _ in range(2):
+@pytest.mark.row(13)
+@pytest.mark.parametrize("order", [(0, 2), (2, 0)], ids=str)
+def test_records_have_the_number_of_their_update(order: tuple[int, int]) -> None:
+    """Also of what is averaged, node 0, after all that makes the update whole."""
+    recorder, copy = Recorder(lambda: None), HeldBack[Record]()
+    due = frozenset({2})
+    recording = Recording(recorder, 1, due=due)
+    for update in (1, 2, 3):
         recording.begins()
-        for node in (0, 2):  # the first is what is averaged
+        for node in order:
             recording.note(STEP, node, [])
+        for record in recorder.take():
+            assert isinstance(record.what, NodeRan)
+            copy.update(record, record.version, record.what.node, due)
+            assert record.version == update
+        assert copy.versions == range(update - 1, update + 1)
     Recording(recorder, 0).note(STEP, 5, [])
     recorder.put("w", [np.zeros(2)])
-    assert [r.version for r in recorder.take()] == [1, 1, 2, 2, 0, 2]
-    assert recorder.hold() == range(2, 3)
+    assert [r.version for r in recorder.take()] == [0, 3]
+    assert recorder.hold() == range(3, 4)
 
 
 @pytest.mark.row(13)
