@@ -202,6 +202,8 @@ class EvaluatorTask:
         self, tables: RowTables | None, variables: Iterable[Variable], batch: Any
     ) -> dict[str, Any]:
         compute, rows = self._compute, {}
+        if tables is not None:
+            batch = tables.checked(batch, tables.ids_looked_at(batch, ()))
         if tables is not None and tables.tables:
             never = RowUpdate()
             table_rows = RowStep(tables, never, frozenset(), ()).rows(batch, ())

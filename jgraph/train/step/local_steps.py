@@ -272,6 +272,7 @@ class LocalSteps:
             rows = None
             if by_rows is not None:
                 seeds = step * count + jnp.arange(count, dtype=jnp.int32)
+                batches = by_rows.all_checked(batches, replica, seeds)
                 rows = round_rows(by_rows, batches, replica, seeds)
         now = read({} if rows is None else rows.by_name)
         with device("/job:worker"):

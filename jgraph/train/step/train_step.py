@@ -320,7 +320,11 @@ class TrainStep:
         check_lookups(self.adapter.tables, by_keys, row_tables.dense)
         if self._sparse == "off":
             row_tables = row_tables.without(
-                {t.name: "sparse='off'" for t in row_tables.tables if not t.hashed}
+                {
+                    table.name: "sparse='off'"
+                    for table in (*row_tables.tables, *row_tables.looked_at)
+                    if not table.hashed
+                }
             )
         if self.local is not None:
             whole = self.local.whole(row_tables, self._sparse)
@@ -463,7 +467,9 @@ class TrainStep:
         tables = by_rows.tables.tables if by_rows else ()
         loss_fn = self.adapter.loss
         with device("/job:worker"):
-            batch = by_rows.tables.checked(batch) if by_rows else batch
+            if by_rows:
+                looks = by_rows.tables.ids_looked_at(batch, seeds)
+                batch = by_rows.tables.checked(batch, looks)
             table_rows = by_rows.rows(batch, seeds) if by_rows and tables else []
             if by_rows and tables:
                 loss_fn = by_rows.tables.loss([rows.positions for rows in table_rows])

@@ -120,8 +120,8 @@ def check_rows(row_step: Any) -> None:
     """
     if row_step is None:
         return
-    tables = *row_step.tables.tables, *row_step.tables.looked_at
-    if tables:
+    small = [t for t in row_step.tables.looked_at if t.count < t.rows]
+    if tables := [*row_step.tables.tables, *small]:
         names = ", ".join(table.name for table in tables)
         raise ConfigError(
             f"of {names} only rows travel, whose number hangs on the batch, and "

@@ -88,7 +88,7 @@ class RowStep:
       notes: a line per decision, for people.
       count: steps of one worker whose rows travel together.
       budget: how many rows of a table these may need; 0: any number.
-      checked: the tables whose ids ``bad_ids`` looks at; None: those of ``tables``.
+      checked: the tables whose ids ``bad_ids`` looks at; None: ``tables``.
     """
 
     tables: RowTables
@@ -121,10 +121,16 @@ class RowStep:
         """Returns (feature, table, rows) of each lookup that ``bad_ids`` looks at."""
         return [
             (lookup.feature, table.name, table.rows)
-            for table in (self.checked or self.tables).tables
-            if not table.hashed
+            for table in self._checked
             for lookup in table.lookups
         ]
+
+    @property
+    def _checked(self) -> list[RowTable]:
+        """The tables whose ids are looked at, without hash tables."""
+        checked = self.checked or self.tables
+        tables = *checked.tables, *checked.looked_at
+        return [table for table in tables if not table.hashed]
 
     def bad_ids(self, batch: Any, seeds: tuple[Any, ...]) -> list[jax.Array]:
         """Returns of each lookup an id that has no row, else ``NO_ID``.
@@ -132,10 +138,11 @@ class RowStep:
         Those of hash tables are left out: every key may have a row.
         """
         checked = self.checked or self.tables
-        table_ids = checked.ids(batch, seeds)
+        tables = *checked.tables, *checked.looked_at
+        table_ids = *checked.ids(batch, seeds), *checked.ids_looked_at(batch, seeds)
         return [
             first_bad_id(part, table.rows)
-            for table, ids in zip(checked.tables, table_ids, strict=True)
+            for table, ids in zip(tables, table_ids, strict=True)
             if not table.hashed
             for part in _usable(table, ids)
         ]
@@ -147,8 +154,8 @@ class RowStep:
         can tell.
         """
         bounds: dict[int, int] = {}
-        for table in (self.checked or self.tables).tables:
-            for lookup in () if table.hashed else table.lookups:
+        for table in self._checked:
+            for lookup in table.lookups:
                 if lookup.mode != "error":
                     continue  # an id without a row is no error
                 if lookup.feed is None:
@@ -161,6 +168,20 @@ class RowStep:
     def most(self, table: RowTable) -> int:
         """Returns how many ids of a table a worker has at most."""
         return table.count * self.count
+
+    def all_checked(self, batches: Any, replica: Any, seeds: Any) -> Any:
+        """Returns the batches of some steps; a bad id is as in ``RowTables.checked``.
+
+        Args:
+          batches: of the steps, ``[count, …]``.
+          replica: number of the worker, int32.
+          seeds: of the steps, int32[count].
+        """
+
+        def ids_of(batch: Any, seed: Any) -> list[list[Any]]:
+            return self.tables.ids_looked_at(batch, (replica, seed))
+
+        return self.tables.checked(batches, jax.vmap(ids_of)(batches, seeds))
 
     def rows(self, batch: Any, seeds: tuple[Any, ...]) -> list[Rows]:
         """Returns the rows of each table that a step on ``batch`` uses."""

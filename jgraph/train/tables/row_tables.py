@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias, final
 
 import jax
@@ -18,11 +19,11 @@ from jax.lax import GatherScatterMode
 
 from jgraph import _compat
 from jgraph._compat import Atom, Equation
-from jgraph.graph.rows.rows import Part, checked_ids
+from jgraph.graph.rows.rows import NO_ID, Part, checked_ids
 from jgraph.graph.sharding import array_nbytes
 from jgraph.graph.tracing.inline import inline_calls
 from jgraph.plan.lowering.lanes import SMALL_BYTES
-from jgraph.train.tables.ids import OF_BAGS, Ids
+from jgraph.train.tables.ids import OF_BAGS, Ids, usable_ids
 from jgraph.train.tables.jaxpr_walk import Table, is_lookup, walk
 from jgraph.view.units import bytes_text
 
@@ -48,6 +49,7 @@ class Lookup:
       feed: of which leaf of (batch, seeds) the ids are elements, as they come; None:
         they are computed.
       part: which part of that leaf is ids; None: none that begins and ends somewhere.
+      source: a leaf of (batch, seeds) that they are made from.
     """
 
     feature: str
@@ -56,6 +58,7 @@ class Lookup:
     of_bags: bool = False
     feed: int | None = None
     part: Part | None = None
+    source: int = 0
 
     @property
     def count(self) -> int:
@@ -120,10 +123,18 @@ class RowTables:
 
     def ids(self, batch: Any, seeds: tuple[Any, ...]) -> list[list[jax.Array]]:
         """Returns the ids of each lookup of each table, as the user gave them."""
+        return self._all_ids(batch, seeds)[: len(self.tables)]
+
+    def ids_looked_at(self, batch: Any, seeds: tuple[Any, ...]) -> list[list[Any]]:
+        """Returns those of ``looked_at``, likewise."""
+        return self._all_ids(batch, seeds)[len(self.tables) :]
+
+    def _all_ids(self, batch: Any, seeds: tuple[Any, ...]) -> list[list[jax.Array]]:
         leaves = jax.tree.leaves((batch, seeds))
         inputs = [leaves[i] for i in self._ids_inputs]
         flat = iter(jax.core.eval_jaxpr(self._ids, self._ids_consts, *inputs))
-        return [[next(flat) for _ in table.lookups] for table in self.tables]
+        tables = (*self.tables, *self.looked_at)
+        return [[next(flat) for _ in table.lookups] for table in tables]
 
     def loss(self, positions: Sequence[jax.Array]) -> Loss:
         """Returns the loss on parameters in which row tables are rows.
@@ -142,21 +153,34 @@ class RowTables:
 
         return loss
 
-    def checked(self, batch: Any) -> Any:
-        """Returns a batch; an id without a row of ``looked_at`` is an error."""
+    def checked(self, batch: Any, ids: list[list[Any]]) -> Any:
+        """Returns a batch; an id without a row of ``looked_at`` is an error.
+
+        Args:
+          batch: of one step; those of a round have one more axis at the front.
+          ids: from ``ids_looked_at``, with that axis if the batch has it.
+        """
         leaves, tree = jax.tree.flatten(batch)
-        for table in self.looked_at:
-            for lookup in table.lookups:
+        for table, table_ids in zip(self.looked_at, ids, strict=True):
+            for lookup, each in zip(table.lookups, table_ids, strict=True):
                 if lookup.mode != "error":
                     continue  # an id without a row is no error
-                assert lookup.feed is not None  # else its rows travel
-                assert lookup.part is not None
-                leaves[lookup.feed] = checked_ids(
-                    leaves[lookup.feed],
-                    rows=table.rows,
-                    part=lookup.part,
-                    feature=table.feature,
-                )
+                check = partial(checked_ids, rows=table.rows, feature=table.feature)
+                if self._loss.has_ids(lookup):
+                    assert lookup.feed is not None
+                    assert lookup.part is not None
+                    leaf = leaves[lookup.feed]
+                    front = leaf.shape[: leaf.ndim - len(lookup.part)]
+                    part = *((0, n) for n in front), *lookup.part
+                    leaves[lookup.feed] = check(leaf, part=part)
+                    continue
+                known = usable_ids(each, table.rows, "error", of_bags=lookup.of_bags)
+                if lookup.of_bags:
+                    known = jnp.where(known == NO_ID, 0, known)
+                good = check(known, part=((0, known.shape[0]),))
+                # What is made of the batch waits for the look at its ids.
+                at = lookup.source
+                leaves[at], _ = jax.lax.optimization_barrier((leaves[at], good))
         return jax.tree.unflatten(tree, leaves)
 
     def without(self, reasons: Mapping[str, str]) -> "RowTables":
@@ -184,7 +208,7 @@ def find_row_tables(
       seeds: likewise.
       names: a name per leaf of ``params``.
       small: also tables of at most 1 MiB with no more rows than a step has ids; they
-        would take less work whole.
+        take less work whole, and ``RowTables.checked`` looks at their ids.
       looks: names of tables whose ids the caller looks at by ``RowTables.checked``;
         those as small as what is packed travel whole, if ids are elements of the batch.
     """
@@ -256,6 +280,7 @@ class _Traced:
         tables: list[RowTable] = []
         looked_at: list[RowTable] = []
         outvars: list[Any] = []
+        outvars_looked_at: list[Any] = []
         dense: dict[str, str] = {}
         for number, name in enumerate(self.names):
             reads = [
@@ -271,19 +296,19 @@ class _Traced:
                 reasons.get(name)
                 or uses.whole_uses.get(number)
                 or next(filter(None, (ids.refused(v) for _, v in reads)), None)
-                or (None if is_hash else self._too_small(number, [v for _, v in reads]))
             )
             if reason and (reads or number in uses.in_loops):
                 dense[name] = reason
             elif reads:
                 table = self._table(number, ids, reads, is_hash)
-                if self._is_packed(table):
+                if small := None if is_hash else self._why_small(table):
                     looked_at.append(table)
-                    dense[name] = f"it is small ({bytes_text(self._nbytes(number))})"
+                    dense[name] = small
+                    outvars_looked_at += [v for _, v in reads]
                     continue
                 tables.append(table)
                 outvars += [v for _, v in reads]
-        jaxpr, inputs = ids.sliced(outvars, flat.consts)
+        jaxpr, inputs = ids.sliced([*outvars, *outvars_looked_at], flat.consts)
         return RowTables(
             tuple(tables),
             dense,
@@ -303,6 +328,7 @@ class _Traced:
                 OF_BAGS in _compat.name_stack_of(equation),
                 ids.feed(v),
                 (ids.fed_part(v) or (None, None))[1],
+                self._source(ids, v),
             )
             for equation, v in reads
         )
@@ -313,35 +339,34 @@ class _Traced:
         aval = self.avals[number]
         return array_nbytes(aval.shape, aval.dtype)
 
-    def _is_packed(self, table: RowTable) -> bool:
-        """Whether a table travels among what is packed, and its ids are looked at."""
-        if table.name not in self.looks or table.hashed:
-            return False
-        if self._nbytes(table.number) > SMALL_BYTES:
-            return False
-        return all(self._can_look_at(lookup) for lookup in table.lookups)
+    def _source(self, ids: Ids, lookup_ids: Any) -> int:
+        inputs = ids.inputs([lookup_ids])[1]
+        first = min(inputs, default=self.first_feed) - self.first_feed
+        return first if first < self.fields else 0
 
-    def _can_look_at(self, lookup: Lookup) -> bool:
-        if lookup.mode != "error":
-            return True
+    def _why_small(self, table: RowTable) -> str | None:
+        """Why a table travels whole, and its ids are looked at; None: it does not."""
+        nbytes = self._nbytes(table.number)
+        if not self.small and table.count >= table.rows and nbytes <= _SMALL_BYTES:
+            return (
+                f"a step looks up {table.count} ids, and the table is small: "
+                f"{table.rows} rows"
+            )
+        is_packed = table.name in self.looks and nbytes <= SMALL_BYTES
+        if not is_packed or not all(
+            lookup.mode != "error" or self.has_ids(lookup) for lookup in table.lookups
+        ):
+            return None
+        return f"it is small ({bytes_text(nbytes)})"
+
+    def has_ids(self, lookup: Lookup) -> bool:
+        """Whether ids are elements of the batch as they come, none of them no id."""
         if lookup.of_bags or lookup.part is None or lookup.feed is None:
             return False
         if lookup.feed >= self.fields:
             return False  # it is a seed of a step
         dtype = np.dtype(self.avals[self.first_feed + lookup.feed].dtype)
         return dtype.kind in "iu"
-
-    def _too_small(self, number: int, ids: list[Any]) -> str | None:
-        aval = self.avals[number]
-        if self.small or not ids:
-            return None  # no ids: perhaps a scalar
-        count = sum(math.prod(_shape(v)) for v in ids)
-        nbytes = self._nbytes(number)
-        if count < aval.shape[0] or nbytes > _SMALL_BYTES:
-            return None
-        return (
-            f"a step looks up {count} ids, and the table is small: {aval.shape[0]} rows"
-        )
 
 
 def _mode(equation: Equation) -> str:

@@ -192,6 +192,49 @@ def test_an_id_without_a_row_is_named_and_changes_nothing(
             np.testing.assert_array_equal(now, then)
 
 
+def bags(model: Any, batch: Any) -> Any:
+    rows = jg.embedding_bag(model.table.embedding[...], batch[:, :-1])
+    return jnp.mean((model.last(rows)[:, 0] - batch[:, -1]) ** 2)
+
+
+def by_computed_ids(model: Any, batch: Any) -> Any:
+    return loss(model, batch + batch[:1, -1:] * 0)
+
+
+@pytest.mark.combined
+@pytest.mark.parametrize("told", [loss, by_computed_ids, bags])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        jg.Local(),
+        jg.AsyncPS(),
+        jg.AsyncPS(gradient_dtype="bfloat16"),
+        jg.SyncPS(variable_partitioner=jg.fixed_size_partitioner(2)),
+        jg.SyncPS(dense="workers"),
+        jg.LocalSGD(sync_every=2),
+    ],
+    ids=["local", "async", "compressed", "cut", "owners", "rounds"],
+)
+def test_an_id_without_a_row_is_refused_of_a_batch_of_more_ids_than_rows(
+    cluster: Cluster, strategy: Any, told: Any
+) -> None:
+    there = None if isinstance(strategy, jg.Local) else cluster
+    text = np.tile(TEXT, (2, 1))
+    wrong = text.copy()
+    wrong[:, 2] = ROWS
+    text[::2, 2] = -1 if told is bags else 0
+    with Trainer(
+        *(Words(), told, optax.adam(0.1)), strategy=strategy, cluster=there
+    ) as trainer:
+        trainer.fit(text, steps=2, batch_size=16, progress=False)
+        before = [np.array(value) for value in trainer.current_values()]
+        assert all(np.isfinite(value).all() for value in before)
+        with pytest.raises(RowIdError, match=rf"the id {ROWS} at"):
+            trainer.fit(wrong, steps=2, batch_size=16, progress=False)
+        for now, then in zip(trainer.current_values(), before, strict=True):
+            np.testing.assert_array_equal(now, then)
+
+
 def test_what_is_no_id_may_be_any_number(cluster: Cluster) -> None:
     text = TEXT.copy()
     text[:, -1] = -100
