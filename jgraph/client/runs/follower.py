@@ -137,6 +137,7 @@ class RunFollower:
 
     Attributes:
       info: the same; of the master that it has now.
+      is_stopped: whether it was asked to stop before it was over.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class RunFollower:
         owner: Owner | None = None,
     ) -> None:
         self.info = info
+        self.is_stopped = False
         self._cluster = cluster
         self._stop = stop
         self._owner = owner
@@ -187,6 +189,8 @@ class RunFollower:
 
     def close(self) -> None:
         """Follows the run no longer; it goes on."""
+        if not self._is_over.is_set():
+            self.is_stopped = self._stop.is_set()
         self._is_over.set()
         self._waits.set()
         self._stop.set()

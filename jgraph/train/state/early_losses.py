@@ -81,10 +81,10 @@ class EarlyWait:
                 polling = polling or Polling(_AGAIN_S, self.wait_s)
                 if not polling.wait():
                     raise
-                self._wait(error)
+                self.wait(error)
             renew(lost)
 
-    def _wait(self, error: JGError) -> None:
+    def wait(self, error: JGError) -> None:
         """Waits until all tasks answer.
 
         Raises:
@@ -125,6 +125,25 @@ class EarlyLosses:
         order = self.order
         wait = EarlyWait(self.state.cluster, order.wait_s, order.stop)
         return wait.outlive(work, loses=self._is_loss, renew=self._renew)
+
+    def begin_anew(self, error: JGError) -> None:
+        """Waits for all tasks, and gives all variables their initial values again.
+
+        Args:
+          error: of a run that ended before anything of it was told of.
+
+        Raises:
+          JGError: it is not that of a lost task, or that does not come back.
+        """
+        if not self._is_loss(error):
+            raise error
+        order, state = self.order, self.state
+        EarlyWait(state.cluster, order.wait_s, order.stop).wait(error)
+        with state.lock:
+            if not state.lost_values():
+                raise error
+            _LOG.warning("all variables get their initial values again")
+            state.begin_anew()
 
     def _is_loss(self, error: JGError) -> bool:
         if self.ends():

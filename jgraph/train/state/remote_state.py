@@ -232,6 +232,13 @@ class RemoteState:
             self.session.initialize(self.step.plain)
             self._is_initialized = True
 
+    def begin_anew(self) -> None:
+        """Gives all variables their initial values: some may have had an update."""
+        self.cluster.reset(self.step.container)
+        self.initialize(again=True)
+        self.is_initial, self.position = True, None
+        self.done = [0] * len(self.done)
+
     def lost_values(self) -> list[TaskName]:
         """Returns the tasks that have lost values: their processes are others."""
         if not self._is_initialized:

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, final
@@ -24,7 +24,7 @@ from jgraph.train.state.early_losses import EarlyLosses, EarlyWait
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order, Position
 from jgraph.train.step.train_step import TrainStep
-from jgraph.train.strategies.autoscaling import scaling_of
+from jgraph.train.strategies.autoscaling import AutoScaling, scaling_of
 from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.messages import about_run
 from jgraph.train.strategies.prepared import Prepared, PsCuts, plan_cuts
@@ -242,27 +242,45 @@ class RemoteRuns:
         """
         begin_scaling = scaling_of(self._state.cluster, self._elastic)
         try:
-            while (pair := self._begun(order, make, deal, cut, book)) is None:
-                pass  # for who is left
-            prepared, run = pair
-            order.at_master.set()
-            scaling = None if begin_scaling is None else begin_scaling(run.info.name)
-            try:
-                for chunk in self._follow(run, prepared.names):
-                    if scaling is not None:
-                        scaling.take(chunk, self.members.members())
-                    yield chunk
-            except GeneratorExit:
-                end_run(run)
-                raise
-            finally:
-                if scaling is not None:
-                    scaling.close()
+            while True:
+                while (pair := self._begun(order, make, deal, cut, book)) is None:
+                    pass  # for who is left
+                prepared, run = pair
+                order.at_master.set()
+                is_initial, is_told = self._state.is_initial, False
+                scaling = begin_scaling(run.info.name) if begin_scaling else None
+                try:
+                    with closing(self._scaled(run, prepared.names, scaling)) as chunks:
+                        for chunk in chunks:
+                            is_told = True
+                            yield chunk
+                except JGError as error:
+                    if is_told or not is_initial or run.is_stopped:
+                        raise
+                    self._begin_anew(prepared, order, error)
+                else:
+                    return
         except JGError:
             self.workers.forget_data()
             raise
         finally:
             self.workers.end_feeding()
+
+    def _scaled(
+        self, run: RunFollower, names: Sequence[str], scaling: AutoScaling | None
+    ) -> Generator[Chunk, None, None]:
+        """Yields what a run does, and lets it be scaled; unread, it ends."""
+        try:
+            for chunk in self._follow(run, names):
+                if scaling is not None:
+                    scaling.take(chunk, self.members.members())
+                yield chunk
+        except GeneratorExit:
+            end_run(run)
+            raise
+        finally:
+            if scaling is not None:
+                scaling.close()
 
     def _begun(
         self,
@@ -297,6 +315,19 @@ class RemoteRuns:
                 raise
         self._forget(prepared)
         return None
+
+    def _begin_anew(self, prepared: Prepared, order: Order, error: JGError) -> None:
+        """Makes all as it was before a run that ended before its first step.
+
+        A ps was lost as the run was begun: nobody had anything to give it.
+
+        Raises:
+          JGError: it ended for another reason, or a lost task does not come back.
+        """
+        self._forget(prepared)
+        order.stop.clear()  # it was set as the run was over
+        losses = EarlyLosses(self._state, order, lambda: None, lambda: False)
+        losses.begin_anew(error)
 
     def _submit(
         self,

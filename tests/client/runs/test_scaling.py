@@ -181,8 +181,10 @@ def test_a_worker_may_leave_before_a_run_begins(
         ("OpenGate", "/job:ps/task:1", SyncPS(elastic=Elastic())),
         ("RunLoop", "/job:ps/task:0", SyncPS(elastic=Elastic())),
         ("BeginRun", "/job:worker/task:2", AsyncPS(elastic=Elastic())),
+        ("BeginRun", "/job:ps/task:1", AsyncPS(elastic=Elastic())),
+        ("BeginRun", "/job:ps/task:1", SyncPS(elastic=Elastic())),
     ],
-    ids=["ps-async", "ps-sync", "master", "worker"],
+    ids=["ps-async", "ps-sync", "master", "worker", "begun-async", "begun-sync"],
 )
 def test_a_worker_may_leave_while_another_task_is_lost_before_a_run_begins(
     before: str,
