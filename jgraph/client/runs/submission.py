@@ -18,7 +18,12 @@ from jgraph.cluster.loop_messages import (
     order_in_run,
     plain,
 )
-from jgraph.errors import ClusterUnreachableError, JGError, TaskLostError
+from jgraph.errors import (
+    ClusterUnreachableError,
+    ConfigError,
+    JGError,
+    TaskLostError,
+)
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
@@ -39,7 +44,8 @@ def submit_run(
 ) -> RunFollower:
     """Makes the master begin a run that it looks after, and follows it.
 
-    A master that is lost before the run has begun is replaced here.
+    A master that is lost before the run has begun is replaced here. One that was
+    started again may have lost what was made ready on it, which its caller does again.
 
     Args:
       cluster: the client.
@@ -66,6 +72,11 @@ def submit_run(
                 raise
             take_over(cluster, error)
             continue
+        except ConfigError as error:
+            if error.details.get("run") != run:
+                raise
+            what = f"{master} was started again while it was told of a run"
+            raise TaskLostError(what, task=master) from error
         with suppress(ClusterUnreachableError, TaskLostError):  # who follows sees that
             cluster.call("Master.BeginRun", query)
         return RunFollower(cluster, info_of(row), stop, owner)

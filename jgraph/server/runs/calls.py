@@ -442,7 +442,8 @@ class Runs:
         if run not in self._supervisors:
             raise ConfigError(
                 f"{self._peers.task} is not the master of a run '{run[:80]}'; `jgraph "
-                "runs` shows which runs there are"
+                "runs` shows which runs there are",
+                run=run,
             )
         return self._supervisors[run]
 

@@ -230,6 +230,37 @@ def test_a_worker_may_leave_while_another_task_is_lost_before_a_run_begins(
         servers.stop()
 
 
+@pytest.mark.row(63)
+@pytest.mark.parametrize("before", ["KeepProgram", "OpenDataRun", "RunLoop"])
+def test_a_master_without_values_may_be_started_again_before_a_run_begins(
+    before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = Servers(ps=1, worker=3)
+    call = Connection.call
+    lost: list[str] = []
+
+    def call_late(there: Connection, method: str, *args: Any, **options: Any) -> Any:
+        if method == f"Master.{before}" and not lost:
+            lost.append("/job:worker/task:2")
+            servers.lose(lost[0])
+            servers.start_again(lost[0])
+        return call(there, method, *args, **options)
+
+    try:
+        with connect(
+            servers.server("/job:worker/task:2").target, timeout_s=20
+        ) as client:
+            monkeypatch.setattr(Cluster, "starts_again", True)
+            there = trainer(client, AsyncPS())
+            monkeypatch.setattr(Connection, "call", call_late)
+            run = there.fit(IDS, steps=4, batch_size=BATCH, progress=False)
+            assert (run.state, run.steps) == ("done", 4)
+            assert lost
+            there.close()
+    finally:
+        servers.stop()
+
+
 def test_a_client_lets_its_own_master_leave() -> None:
     servers = Servers(ps=1, worker=2)
     try:
