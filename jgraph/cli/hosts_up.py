@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import typer
@@ -73,6 +74,8 @@ def run_on_hosts(
             if reads.is_set():
                 reads.clear()
                 _follow(cluster, file)
+            with suppress(JGError):  # the next turn tells again
+                cluster.tell_leavers()
         if cluster.is_over() and (ends := cluster.gone()):
             raise TaskLostError(f"no task is left; {'; '.join(ends.values())}")
     say(

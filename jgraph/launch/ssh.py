@@ -263,6 +263,7 @@ class HostsCluster:
         self._remotes = [self._start(task) for task in tasks]
         self._joined: list[RemoteProcess] = []
         self._leavers: list[RemoteProcess] = []
+        self._untold: list[RemoteProcess] = []
 
     def wait(self, timeout_s: float) -> None:
         """Waits until all tasks answer; those that die later are started again.
@@ -315,7 +316,6 @@ class HostsCluster:
         self._hosts = list(hosts)
         for host in new:
             self._join(host)
-        leavers = []
         for host in old:
             here = [one for one in self._joined if one.host == host]
             if here:
@@ -323,19 +323,33 @@ class HostsCluster:
                 if self._restarter is not None:  # however it ends, it stays away
                     self._restarter.forget(here[-1])
                 self._leavers.append(here[-1])
-                leavers.append(here[-1].task)
+                self._untold.append(here[-1])
             else:
                 self._say(
                     f"{host.login} keeps its tasks: those that the cluster began with "
                     "stay"
                 )
-        if leavers:
-            with connect_as_is(self.target, tls=self.certificates) as cluster:
-                members = cluster.renewed_tasks("worker")
-                for task in leavers:
-                    if task in members:  # else it is lost, or has left by itself
-                        self._say(f"{task} is told to leave")
-                        cluster.leave(task)
+        self.tell_leavers()
+
+    def tell_leavers(self) -> None:
+        """Tells workers to leave whose lines are gone.
+
+        One that only starts, and one that could not be told, is told by a later call.
+
+        Raises:
+          JGError: one could not be told.
+        """
+        if not self._untold:
+            return
+        with connect_as_is(self.target, tls=self.certificates) as cluster:
+            members = cluster.renewed_tasks("worker")
+            for one in list(self._untold):
+                if one.task in members:
+                    self._say(f"{one.task} is told to leave")
+                    cluster.leave(one.task)
+                elif one.code is None:
+                    continue  # it has not joined yet
+                self._untold.remove(one)
 
     def _join(self, host: Host) -> None:
         if not self._spares:

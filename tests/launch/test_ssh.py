@@ -223,6 +223,28 @@ def test_workers_join_and_leave_as_the_hosts_file_says(
         assert log.read_text(encoding="utf-8").count(" serves at ") == 1
 
 
+@pytest.mark.nightly
+@pytest.mark.procs
+def test_a_worker_leaves_whose_line_went_before_it_was_there(
+    ssh: str, tmp_path: Path
+) -> None:
+    with up(tmp_path, ssh, "--ps", "1", "--workers", "1", "--json") as running:
+        facts, hosts = started(running), tmp_path / "hosts.txt"
+        lines = hosts.read_text()
+        for text, end in [
+            (f"{lines}one 127.0.0.1\n", "worker/task:1 joins on one"),
+            (lines, "worker/task:1 is told to leave"),
+        ]:
+            hosts.write_text(text)
+            running.send_signal(signal.SIGHUP)
+            logged_until(running, end)
+        with connect(facts["target"], tls=facts["tls"], timeout_s=30) as cluster:
+            wait_until(lambda: len(cluster.renewed_tasks("worker")) == 1, 60)
+        running.send_signal(signal.SIGINT)
+        _, said = running.communicate(timeout=60)
+    assert running.returncode == 0, said
+
+
 @pytest.mark.procs
 def test_tasks_on_hosts_end_when_their_command_is_killed(
     ssh: str, tmp_path: Path
