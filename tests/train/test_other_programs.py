@@ -308,7 +308,7 @@ def test_what_another_program_calls_best_stays_and_is_told_before_training(
     before = everything(tmp_path)
     where, data = Checkpoints(tmp_path, best="eval_loss"), flax_program.data()
     with pytest.raises(CheckpointForeignError, match="/best is of another program"):
-        fit(linen(), 1, where, eval_data=data)
+        fit(of_nnx(), 1, where, eval_data=data)
     assert everything(tmp_path) == before
     assert best.is_symlink() == (kind == "link")
     fit(linen(), 1, Checkpoints(tmp_path))
