@@ -124,6 +124,8 @@ class ModelServer:
         self.http_port: int | None = http_port
         self.grpc_port: int | None = grpc_port
         self._check(insecure_i_accept=insecure_i_accept)
+        if http_port is not None:
+            _import_http()
         self.token = _token(token_file)
         self._cache = CompileCache()
         self._clock = SystemClock()
@@ -204,21 +206,17 @@ class ModelServer:
         self._grpc = await listen(server, grace_s=GRACE_S)
 
     async def _start_http(self, port: int) -> None:
-        try:
-            import uvicorn
+        import uvicorn
 
-            from jgraph.rpc.http_port import bound_socket, http_config
-            from jgraph.serving.oip_http import (
-                HttpDoor,
-                InferenceRoutes,
-                http_app,
-                protocol_of,
-            )
-            from jgraph.serving.tf_http import TensorFlowRoutes
-        except ImportError as error:
-            raise ConfigError(
-                f"HTTP needs starlette and uvicorn: {EXTRA}, or give http_port=None"
-            ) from error
+        from jgraph.rpc.http_port import bound_socket, http_config
+        from jgraph.serving.oip_http import (
+            HttpDoor,
+            InferenceRoutes,
+            http_app,
+            protocol_of,
+        )
+        from jgraph.serving.tf_http import TensorFlowRoutes
+
         door = HttpDoor(
             self._models,
             self.token,
@@ -514,3 +512,22 @@ def _read(path: str | os.PathLike[str]) -> bytes:
         return Path(path).expanduser().read_bytes()
     except OSError as error:
         raise CertificateError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _import_http() -> None:
+    """Imports what HTTP needs, before threads load models.
+
+    A library parses its source as it is imported, and Python 3.11 fails where two
+    threads parse at once.
+
+    Raises:
+      ConfigError: the extra is not installed.
+    """
+    try:
+        import uvicorn  # noqa: F401
+
+        from jgraph.serving import oip_http, tf_http  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"HTTP needs starlette and uvicorn: {EXTRA}, or give http_port=None"
+        ) from error
