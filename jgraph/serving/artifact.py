@@ -175,8 +175,7 @@ def write_version(
       ArtifactError: the number is taken, or the files cannot be written.
     """
     check_model_name(model.name)
-    if version is not None and not is_version(version):
-        raise ArtifactError(f"version={version!r:.40}: give a number from 1 on")
+    check_version(version)
     draft = model / f".new.{os.getpid()}.{os.urandom(4).hex()}.tmp"
     try:
         draft.mkdir(parents=True)
@@ -447,16 +446,16 @@ def model_directory(path: str | Path) -> Path:
     return where
 
 
-def is_version(value: object) -> bool:
-    """Whether a value can be the number of a version.
+def check_version(version: object) -> None:
+    """Refuses what is no number of a version; None, the next one, is fine.
 
-    Example:
-      >>> is_version(3), is_version("3"), is_version(3.5), is_version(True)
-      (True, False, False, False)
+    Raises:
+      ArtifactError: it is another value.
     """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        return False
-    return bool(0 < value <= MAX_VERSION)
+    is_number = isinstance(version, int | np.integer) and not isinstance(version, bool)
+    if version is None or (is_number and 0 < version <= MAX_VERSION):  # type: ignore[operator]
+        return
+    raise ArtifactError(f"version={version!r:.40}: give a number from 1 on")
 
 
 def check_model_name(name: str) -> None:

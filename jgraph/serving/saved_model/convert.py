@@ -17,7 +17,7 @@ import numpy as np
 
 from jgraph.errors import ArtifactError
 from jgraph.serving.artifact import (
-    is_version,
+    check_version,
     model_directory,
     read_arrays,
     read_program,
@@ -59,8 +59,7 @@ def write_saved_model(
         is taken.
     """
     where = model_directory(path)
-    if version is not None and not is_version(version):
-        raise ArtifactError(f"version={version!r:.40}: give a number from 1 on")
+    check_version(version)
     number = version or model.version
     if number in versions_in(where):
         raise ArtifactError(
