@@ -52,9 +52,7 @@ def verify(path: Model, as_json: Json = False) -> None:
     """Read every byte of a version, or of all; exit 1 if one is damaged."""
     from jgraph.serving.exported_model import ExportedModel
 
-    found = [path] if path.name.isdecimal() else _versions(path)
-    if not found:
-        raise ArtifactError(f"there is no version of a model in {path}")
+    found = [path] if path.name.isdecimal() else _some_versions(path)
     rows = []
     for version in found:
         facts = _facts(version)
@@ -122,11 +120,14 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """Delete all but the newest versions, and those that have a label."""
-    from jgraph.serving.artifact import versions_in
     from jgraph.serving.labels import read_labels
 
     labelled = set(read_labels(path).targets.values())
-    old = [v for v in versions_in(path)[:-keep] if v not in labelled]
+    old = [
+        version
+        for version in (int(one.name) for one in _some_versions(path)[:-keep])
+        if version not in labelled
+    ]
     for version in [] if dry_run else old:
         # What is renamed first is not found in part by a server.
         old_path = (path / str(version)).rename(path / f".{version}.gone")
@@ -152,6 +153,13 @@ def _versions(model: Path) -> list[Path]:
     from jgraph.serving.artifact import versions_in
 
     return [model / str(version) for version in versions_in(model)]
+
+
+def _some_versions(model: Path) -> list[Path]:
+    """Returns the versions of a model that has some, the oldest first."""
+    if not (versions := _versions(model)):
+        raise ArtifactError(f"there is no version of a model in {model.absolute()}")
+    return versions
 
 
 def _facts(path: Path) -> dict[str, Any]:

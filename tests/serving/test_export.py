@@ -150,6 +150,7 @@ def test_rows_that_depend_on_each_other_are_told(
         (lambda x: np.asarray(x) + 1, NotExportableError, "to NumPy.*test_export"),
         (lambda x: x.astype("complex64"), ArtifactError, "complex64"),
         (lambda x: "y", ArtifactError, "no array"),
+        (lambda x: {}, ArtifactError, "the function returns no array"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_its_line(

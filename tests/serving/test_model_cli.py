@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from jgraph.cli import app
 from jgraph.cli.show import object_at
-from jgraph.errors import ConfigError
+from jgraph.errors import ArtifactError, ConfigError
 from tests.support.exported import half_plus_three
 
 TRAIN = """
@@ -50,6 +50,15 @@ def test_versions_are_listed_shown_labelled_and_pruned(models: Path) -> None:
     assert typed("model", "prune", model, "--keep", 1, "--dry-run") == wanted
     assert typed("model", "prune", model, "--keep", 1)["deleted"] == [2]
     assert [row["version"] for row in typed("model", "ls", model)] == [1, 3]
+
+
+@pytest.mark.parametrize("command", [["prune", "--keep", "2"], ["verify"], ["show"]])
+def test_a_model_without_versions_is_told_with_its_path(
+    command: list[str], tmp_path: Path
+) -> None:
+    done = CliRunner().invoke(app, ["model", *command, str(tmp_path / "nope")])
+    assert isinstance(done.exception, ArtifactError)
+    assert f"no version of a model in {tmp_path}/nope" in str(done.exception)
 
 
 def test_verify_names_what_is_damaged_and_exits_with_one(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.tree_util import keystr
 
 from jgraph.errors import FeedError, GraphError
@@ -102,6 +103,14 @@ def _aval(leaf: Any, name: str, title: str) -> jax.ShapeDtypeStruct:
             feed=name,
         )
     aval = _typeof(leaf)
+    dtype = leaf.dtype if isinstance(leaf, np.ndarray) else np.dtype(bool)
+    if dtype.kind in "iufc" and not dtype.isnative:
+        raise FeedError(
+            f"argument '{name}' of {title} is {dtype.name} with its bytes in the "
+            "order of another machine, which JAX does not take; give "
+            f"{name}.astype('{dtype.name}')",
+            feed=name,
+        )
     if aval is None or hasattr(aval, "inner_aval"):
         raise FeedError(
             f"argument '{name}' of {title} is {_kind(leaf)}; only arrays and numbers "

@@ -33,7 +33,7 @@ class Evaluator:
     ) -> None:
         self._stateful = stateful
         functions = (
-            dict(metrics) if stateful is None else {**metrics, _SEEN: stateful.fn}
+            dict(metrics) if stateful is None else {**metrics, _SEEN: stateful.values}
         )
 
         def step(params: Tree, state: Tree, batch: Any, metric_state: Tree) -> Any:
@@ -121,9 +121,9 @@ def _of_examples(outputs: Any, count: int) -> Any:
             what = f"output{jax.tree_util.keystr(keys)}"
             raise DataError(
                 f"the {what} of trainer.predict has shape {np.shape(output)} for "
-                f"{count} examples; return one row for each example, along axis 0. A "
-                "mean over examples is what trainer.evaluate gives: "
-                "Trainer(…, metrics={'name': fn})",
+                f"{count} examples; return one row for each example, along axis 0. One "
+                "example is given as x[None]. A mean over examples is what "
+                "trainer.evaluate gives: Trainer(…, metrics={'name': fn})",
                 shape=list(np.shape(output)),
             )
     return outputs

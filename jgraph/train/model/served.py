@@ -155,7 +155,7 @@ def outputs_of(result: Any) -> dict[str, Any]:
     """Returns what a function gave, by names of outputs.
 
     Raises:
-      ArtifactError: there is something that is no array.
+      ArtifactError: there is something that is no array, or nothing.
     """
     if isinstance(result, Mapping):
         outputs = {str(name): value for name, value in result.items()}
@@ -163,6 +163,11 @@ def outputs_of(result: Any) -> dict[str, Any]:
         outputs = {f"y_{n}": value for n, value in enumerate(result)}
     else:
         outputs = {"y": result}
+    if not outputs:
+        raise ArtifactError(
+            "the function returns no array; return an array, a tuple of arrays, or a "
+            "dict of them"
+        )
     try:
         return {name: jnp.asarray(value) for name, value in outputs.items()}
     except (TypeError, ValueError) as error:

@@ -30,17 +30,22 @@ class StatefulMetrics:
     graph: Any
     empty: Tree
 
-    def update(self, state: Tree, values: Any) -> Tree:
-        """Returns the state after a batch; can be traced.
+    def values(self, model: Any, batch: Any) -> Mapping[str, Any]:
+        """Returns what a batch adds; can be traced.
 
         Raises:
           ConfigError: ``fn`` returned no dict.
         """
+        values = self.fn(model, batch)
         if not isinstance(values, Mapping):
             raise ConfigError(
                 f"the function beside the metrics returned a {type(values).__name__}; "
                 "return what update takes, such as {'logits': …, 'labels': …}"
             )
+        return values
+
+    def update(self, state: Tree, values: Mapping[str, Any]) -> Tree:
+        """Returns the state after a batch; can be traced."""
         metric = nnx.merge(self.graph, state)
         metric.update(**values)
         return nnx.state(metric)

@@ -1,6 +1,6 @@
 """Pipeline: a model in stages on several tasks, one graph for a whole step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,7 +21,9 @@ from jgraph.plan.schedule import (
     schedule as schedule_of,
     simulate,
 )
+from jgraph.train.counts import is_count
 from jgraph.train.data.fields import part_size, split_batch
+from jgraph.train.model.optimizer import check_optimizer
 from jgraph.train.model.trees import Tree
 from jgraph.train.pipeline.balancing import (
     balanced,
@@ -136,6 +138,21 @@ class Pipeline:
         balance: AutoPlacement | None = None,
     ) -> None:
         kind = "stage" if balance is None else "layer"
+        if not isinstance(stages, Iterable):
+            raise PipelineError(
+                f"stages is a {type(stages).__name__}; give a list with a Flax module, "
+                "or a function (params, x), for each stage"
+            )
+        if not callable(loss):
+            raise PipelineError(
+                f"loss is {loss!r:.60}; give a function of outputs and targets, for "
+                "example lambda y, t: ((y - t) ** 2).mean()"
+            )
+        if not is_count(microbatches, 1):
+            raise PipelineError(
+                f"microbatches is {microbatches!r}; give into how many parts a batch "
+                "is cut, a whole number from 1 on"
+            )
         self._layers = [as_stage(n, stage, kind) for n, stage in enumerate(stages)]
         self._loss = loss
         self._placement = balance
@@ -367,8 +384,10 @@ class Pipeline:
         Raises:
           PipelineError: another number of trees than of stages, or layers are to be
             cut and nothing says what a batch is.
+          ConfigError: ``tx`` is no optax optimizer, and no dict of them.
           MemoryLimitError: no cut keeps the limits of ``balance``.
         """
+        check_optimizer(tx)
         self._check_params(params)
         bounds = self._bounds(
             params,

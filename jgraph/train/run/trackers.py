@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, final
 
 from jgraph.clock import WallClock
@@ -50,7 +51,8 @@ class TensorBoard:
       directory: made if it is not there; another run may write to it too.
 
     Raises:
-      ConfigError: tensorboardX is not installed.
+      ConfigError: tensorboardX is not installed, or a file is where the directory is to
+        be.
 
     Example:
       ``trainer.fit(data, steps=1000, callbacks=[jg.TensorBoard("runs/mlp")])``
@@ -69,6 +71,13 @@ class TensorBoard:
             ) from error
         self._make = tensorboardX.SummaryWriter
         self._directory = os.fspath(directory)
+        path = Path(self._directory).absolute()
+        for there in (path, *path.parents):
+            if there.is_file():
+                raise ConfigError(
+                    f"TensorBoard cannot write to {self._directory}: {there} is a "
+                    "file; give a directory"
+                )
         self._writer: Any = None
 
     def __call__(self, run: Run, report: Report) -> None:

@@ -324,8 +324,8 @@ class RemoteRuns:
         Raises:
           JGError: it ended for another reason, or a lost task does not come back.
         """
+        order.stop.clear()  # it was set as the run was over; a stop from now on counts
         self._forget(prepared)
-        order.stop.clear()  # it was set as the run was over
         losses = EarlyLosses(self._state, order, lambda: None, lambda: False)
         losses.begin_anew(error)
 

@@ -98,6 +98,11 @@ def function_step(leaf: Any) -> Graph:
     return step.graph({"x": 1.0, "name": leaf})
 
 
+def test_an_array_of_another_byte_order_is_refused_with_what_to_type() -> None:
+    with pytest.raises(FeedError, match=r"'x\[0\]' of f .* x\[0\].astype\('float32'\)"):
+        trace(lambda x: x, [np.zeros(2, ">f4")], name="f")
+
+
 def test_variable_as_an_argument_is_refused_by_name() -> None:
     w = Variable("w", X)
     with pytest.raises(FeedError, match="argument 'a' of f is the variable 'w'"):

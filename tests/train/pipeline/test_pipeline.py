@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jgraph as jg
-from jgraph.errors import FeedError, PipelineError
+from jgraph.errors import ConfigError, FeedError, PipelineError
 from jgraph.plan.plan import Plan, plan
 from jgraph.plan.program.nodes import SegmentNode
 from jgraph.plan.schedule import Pass, schedule
@@ -224,7 +224,7 @@ def refused(sentence: str, **changed: Any) -> None:
     params = changed.pop("params", params_of(2, WIDTH))
 
     def run() -> None:
-        pipe = jg.Pipeline(stages, loss, microbatches=4, **changed)
+        pipe = jg.Pipeline(stages, loss, **{"microbatches": 4, **changed})
         pipe.value_and_grad(params, x, t)
 
     with pytest.raises(PipelineError, match=sentence) as raised:
@@ -234,6 +234,10 @@ def refused(sentence: str, **changed: Any) -> None:
 
 def test_what_cannot_be_a_pipeline_is_refused_with_a_sentence() -> None:
     refused("a pipeline needs a stage", stages=[])
+    refused("stages is a function; give a list", stages=layer)
+    refused("loss is 'mse'; give a function of outputs and targets", loss="mse")
+    refused("microbatches is 1.5; give into how many parts", microbatches=1.5)
+    refused("microbatches is '2'; give into how many parts", microbatches="2")
     refused("stage 1 .'int'. is no stage", stages=[layer, 3])
     refused("there are 'gpipe', '1f1b' and 'interleaved'", schedule="zigzag")
     refused("there are 2 stages for 1 tasks", tasks=1)
@@ -249,6 +253,12 @@ def test_what_cannot_be_a_pipeline_is_refused_with_a_sentence() -> None:
     )
     refused("gives a float; it has to give arrays", stages=[lambda p, x: 1.0, layer])
     refused("has a parameter .'w'. of int32", params=[{"w": jnp.ones(2, int)}] * 2)
+
+
+def test_an_optimizer_of_a_step_that_is_none_is_refused() -> None:
+    pipe = jg.Pipeline([layer], squares, microbatches=4)
+    with pytest.raises(ConfigError, match="tx is a str; give an optax optimizer"):
+        pipe.step(params_of(1, WIDTH), "adam")
 
 
 def test_a_batch_that_the_microbatches_do_not_divide_is_refused() -> None:

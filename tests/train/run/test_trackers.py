@@ -50,6 +50,14 @@ def test_values_have_names_that_all_trackers_take() -> None:
     assert scalars(report) == [(9, values)]
 
 
+def test_a_directory_below_a_file_is_refused_before_the_training(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "notes").touch()
+    with pytest.raises(ConfigError, match="notes is a file; give a directory"):
+        jg.TensorBoard(tmp_path / "notes" / "board")
+
+
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database without a run: its tables take MLflow seconds."""
