@@ -88,12 +88,13 @@ def test_what_are_no_metrics_is_refused(given: Any, said: str) -> None:
         Trainer(NnxMLP(rngs=nnx.Rngs(0)), nnx_loss, optax.sgd(0.1), metrics=given)
 
 
-def test_a_function_that_gives_no_dict_is_named() -> None:
+@pytest.mark.parametrize("fn", [lambda m, batch: m(batch[0]), lambda m, batch: None])
+def test_a_function_that_gives_no_dict_is_named(fn: Any) -> None:
     trainer = Trainer(
         NnxMLP(rngs=nnx.Rngs(0)),
         nnx_loss,
         optax.sgd(0.1),
-        metrics=(metrics(), lambda model, batch: model(batch[0])),
+        metrics=(metrics(), fn),
     )
     trainer.fit(data(), steps=1, batch_size=8, progress=False)
     with pytest.raises(ConfigError, match="return what update takes"):
