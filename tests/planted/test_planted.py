@@ -1090,6 +1090,7 @@ def run_with(bug: Bug, where: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.procs
 @pytest.mark.slow
+@pytest.mark.timeout(360)  # the command has 300
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in QUICK else pytest.mark.chaos) for n in BUGS],
