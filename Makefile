@@ -32,23 +32,22 @@ nightly: fuzz
 # Faults that need minutes; two at a time, as most of that is waiting. Then tasks killed and
 # frozen by a seed that is printed: CHAOS_SEED=7 make chaos
 chaos: .venv/dev.stamp
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m chaos -o faulthandler_timeout=0 \
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m chaos \
 		tests/faults tests/train/test_failpoints.py tests/planted \
 		--ignore tests/faults/test_nemesis.py
-	$(BIN)/python -m pytest -n 0 -s -m chaos -o faulthandler_timeout=0 \
-		tests/faults/test_nemesis.py
+	$(BIN)/python -m pytest -n 0 -s -m chaos tests/faults/test_nemesis.py
 
 # Thousands of runs in virtual time; JGRAPH_SIMULATION=7 JGRAPH_SIMULATIONS=1 repeats one.
 sim: .venv/dev.stamp
 	JGRAPH_SIMULATIONS=$${JGRAPH_SIMULATIONS:-5000} $(BIN)/python -m pytest -n 0 \
-		--timeout 3600 -o faulthandler_timeout=0 tests/simulation
+		--timeout 3600 tests/simulation
 
 # Random programs on clusters of any shape against JAX alone; an hour or so. Random bytes
 # against every decoder, by coverage, where atheris can be had (else its tests are skipped).
 fuzz: .venv/dev.stamp
 	-$(PIP) -e '.[fuzz]'
 	JGRAPH_FUZZ_CASES=2000 $(BIN)/python -m pytest -n auto --dist worksteal \
-		-o faulthandler_timeout=0 tests/fuzz tests/plan/partition/test_updates.py
+		tests/fuzz tests/plan/partition/test_updates.py
 
 check: .venv/dev.stamp
 	$(BIN)/ruff check

@@ -44,6 +44,7 @@ from hypothesis import settings
 from tests.support.covering import covering
 from tests.support.leaks import Leaks
 from tests.support.left import nothing_left
+from tests.support.stacks import told_when_late
 
 settings.register_profile("dev", max_examples=25, deadline=None, print_blob=True)
 # The same few examples in each run; others come in each night.
@@ -57,6 +58,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 # and again is a tenth of the time. What is there once tests are collected is let be,
 # and of what comes later, a hundred times as much as usual is waited for.
 gc.disable()
+
+
+SCREEN = pytest.StashKey[int]()
+"""The standard error that tests do not have, of whoever started this process."""
 
 
 def this_cpu() -> str:
@@ -83,6 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
     killed while writing, cannot be read: it is compiled, and the warning is ignored.
     Processes that tests start compile as those of users do.
     """
+    config.stash[SCREEN] = os.dup(2)  # nothing is captured yet
     cache = getattr(config, "cache", None)
     if cache is None or os.environ["JAX_PLATFORMS"] != "cpu":
         return
@@ -175,6 +181,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(70_000, 10, 10)
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Says where a test is that is about to be ended for want of time."""
+    marker = item.get_closest_marker("timeout")
+    options = item.config.getoption("timeout"), item.config.getini("timeout")
+    limit = marker.args[0] if marker else next(filter(None, options))
+    with told_when_late(item.nodeid, float(limit), item.config.stash[SCREEN]):
+        return (yield)
 
 
 LEAKS = Leaks()

@@ -31,6 +31,7 @@ def lines_of(example: str, directory: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.procs
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_examples_of_the_readme_run(number: int, tmp_path: Path) -> None:
     last = lines_of(blocks("README.md", "python")[number], tmp_path)[-1]
@@ -59,6 +60,7 @@ def test_by_day_run_the_examples_of_guides_that_have_some() -> None:
 
 @pytest.mark.slow
 @pytest.mark.procs
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "guide",
     [
@@ -76,6 +78,7 @@ def test_the_examples_of_a_guide_run_one_after_the_other(
 @pytest.mark.nightly  # smaller: the first example of the README
 @pytest.mark.slow
 @pytest.mark.procs
+@pytest.mark.timeout(300)
 def test_the_example_for_those_who_come_from_tensorflow_runs(tmp_path: Path) -> None:
     (example,) = blocks("docs/coming-from-tensorflow.md", "python")
     *plan, last = lines_of(example, tmp_path)

@@ -1,7 +1,6 @@
 """Batch scripts: as they were, as bash reads them, and run by a stand-in for srun."""
 
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +11,7 @@ import pytest
 from jgraph.errors import ConfigError
 from jgraph.launch.slurm import SlurmJob, SlurmWorkers
 from tests.support.cli import run
+from tests.support.free_port import free_port
 
 HERE = Path(__file__).parent
 SMALL = SlurmJob(["python", "train.py", "--name", "a b"], 1, 2, options=["--time=1:00"])
@@ -92,6 +92,7 @@ def test_what_cannot_be_is_refused(
 
 @pytest.mark.nightly
 @pytest.mark.procs
+@pytest.mark.timeout(240)
 def test_the_scripts_start_servers_let_a_worker_join_and_end_them(
     tmp_path: Path,
 ) -> None:
@@ -118,9 +119,7 @@ def test_the_scripts_start_servers_let_a_worker_join_and_end_them(
         "    print('they left', second.wait(30))\n"
     )
     program = [sys.executable, str(tmp_path / "train.py")]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = min(free.getsockname()[1], 65000)
+    port = free_port()
     script = tmp_path / "job.sh"
     script.write_text(SlurmJob(program, 1, 1, port=port, spare=3).script())
     environ = os.environ | {

@@ -1071,7 +1071,6 @@ def run_with(bug: Bug, where: Path) -> subprocess.CompletedProcess[str]:
             "-q",
             "-n0",
             "-pno:cacheprovider",
-            "-ofaulthandler_timeout=0",  # a bug may take long to show
             bug.found_by,
         ],
         cwd=where,

@@ -17,7 +17,7 @@ assert made.is_ready(), "computed after the call had returned"
 
 
 def test_process_of_a_task_computes_where_it_is_asked_to() -> None:
-    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=100)
 
 
 COMPILER = """
@@ -36,7 +36,7 @@ assert "scipy.linalg" in loaded and set(sys.modules) == loaded
 
 
 def test_a_loaded_compiler_neither_imports_nor_is_looked_at_for_garbage() -> None:
-    subprocess.run([sys.executable, "-c", COMPILER], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", COMPILER], check=True, timeout=100)
 
 
 ARROW = """
@@ -52,7 +52,7 @@ assert not kept or pyarrow.default_memory_pool().backend_name == "system"
 def test_arrow_takes_the_memory_that_a_task_keeps() -> None:
     pytest.importorskip("pyarrow", reason="needs jgraph[data]")
     clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
-    subprocess.run([sys.executable, "-c", ARROW], check=True, timeout=120, env=clean)
+    subprocess.run([sys.executable, "-c", ARROW], check=True, timeout=100, env=clean)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux")
