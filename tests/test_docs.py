@@ -1,9 +1,12 @@
 """What the pages show must be true."""
 
+import ast
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,9 +91,30 @@ def test_the_example_for_those_who_come_from_tensorflow_runs(tmp_path: Path) -> 
     assert int(found[1]) <= 4
 
 
-def test_public_names_on_the_page_for_those_from_tensorflow_are_there() -> None:
-    text = (ROOT / "docs/coming-from-tensorflow.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"\bjg\.(\w+)", text)) <= set(jgraph.__all__)
+HISTORY = {"CHANGELOG.md", "decisions.md"}
+"""Pages that tell of names of before."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_names_and_keywords_that_a_page_shows_are_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    shown = set() if page.name in HISTORY else set(re.findall(r"\bjg\.(\w+)", text))
+    assert not {name for name in shown if not hasattr(jgraph, name)}
+    for example in blocks(str(page.relative_to(ROOT)), "python"):
+        for call in ast.walk(ast.parse(example)):
+            match call:
+                case ast.Call(func=ast.Attribute(ast.Name("jg"), name)):
+                    for word in call.keywords:
+                        assert takes(getattr(jgraph, name), word.arg), ast.unparse(call)
+
+
+def takes(called: Any, keyword: str | None) -> bool:
+    """Whether something has a parameter of that name; None: of ``**``."""
+    # The metaclass of Flax's modules hides the arguments.
+    begins = vars(called)["__init__"] if isinstance(called, type) else called
+    parameters = inspect.signature(begins).parameters
+    has_others = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return keyword is None or keyword in parameters or has_others
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
