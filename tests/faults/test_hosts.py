@@ -29,7 +29,7 @@ from tests.support.counting import (
     trainer,
 )
 from tests.support.fault import Fault, Stopwatch
-from tests.support.hosts import Host, cluster_on, hosts, lossy_hosts
+from tests.support.hosts import Host, cluster_on, hosts, lossy_hosts, why_no_hosts
 from tests.support.links import NOTICED_S
 from tests.support.stopping import once
 from tests.support.waiting import wait_until
@@ -37,6 +37,13 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.procs, pytest.mark.chaos, pytest.mark.timeout(240)]
 
 SEED = int(os.environ.get("CHAOS_SEED", random.randrange(10**6)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def are_there() -> None:
+    """Before the faults: a test that is skipped has put none in."""
+    if why := why_no_hosts():
+        pytest.skip(why)
 
 
 @pytest.mark.row(21, 23)

@@ -1,6 +1,6 @@
 """Hosts with addresses of their own: network namespaces, and what joins them.
 
-Needs root and iproute2, and is skipped without; nothing outside of the namespaces is
+Needs root and iproute2; nothing outside of the namespaces is
 touched but the bridge, or the device, which goes with them.
 """
 
@@ -8,12 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final, final
-
-import pytest
 
 from jgraph.client.cluster import Cluster, connect
 from jgraph.cluster.spec import ClusterSpec
@@ -87,17 +85,13 @@ class Host:
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
     """Makes hosts that reach each other, and this process, by a bridge."""
-
-    def make() -> list[Host]:
+    try:
         ip("link", "add", TAG, "type", "bridge")
         _join_here()
         there = [Host(number) for number in range(1, count + 1)]
         for host in there:
             host.plug_in()
-        return there
-
-    try:
-        yield _made(make)
+        yield there
     finally:
         _clear(count)
 
@@ -106,8 +100,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
 def lossy_hosts(count: int, seed: int) -> Iterator[tuple[list[Host], LossyNetwork]]:
     """Makes hosts that are joined, also to this process, by a network that may err."""
     network = LossyNetwork(seed)
-
-    def make() -> list[Host]:
+    try:
         network.add(TAG, f"{NET}.254")
         _join_here()
         there = [Host(number) for number in range(1, count + 1)]
@@ -116,10 +109,7 @@ def lossy_hosts(count: int, seed: int) -> Iterator[tuple[list[Host], LossyNetwor
             ip("link", "set", host.inside, "netns", host.name)
             host.configure()
         network.start()
-        return there
-
-    try:
-        yield _made(make), network
+        yield there, network
     finally:
         network.close()
         _clear(count)
@@ -130,19 +120,26 @@ def _join_here() -> None:
     ip("link", "set", TAG, "up")
 
 
-def _made(make: Callable[[], list[Host]]) -> list[Host]:
+def why_no_hosts() -> str:
+    """Returns why this machine gives tests no hosts of their own; empty if it does."""
     if shutil.which("ip") is None:
-        pytest.skip("needs ip of iproute2, to make hosts of network namespaces")
+        return "needs ip of iproute2, to make hosts of network namespaces"
     try:
-        return make()
+        with hosts(1):
+            pass
+        with lossy_hosts(1, 0):
+            return ""
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or error
-        pytest.skip(f"hosts of their own need root, namespaces and their links: {said}")
+        return f"hosts of their own need root, namespaces and their links: {said}"
 
 
 def _clear(count: int) -> None:
-    names = [f"{TAG}n{number}" for number in range(1, count + 1)]
-    for command in [*(["netns", "del", name] for name in names), ["link", "del", TAG]]:
+    numbers = range(1, count + 1)
+    # First the cables: those of a namespace that is gone stay for a while.
+    cables = [["link", "del", f"{TAG}p{number}"] for number in numbers]
+    spaces = [["netns", "del", f"{TAG}n{number}"] for number in numbers]
+    for command in [*cables, *spaces, ["link", "del", TAG]]:
         subprocess.run(["ip", *command], check=False, capture_output=True)
 
 
