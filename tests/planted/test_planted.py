@@ -1071,6 +1071,7 @@ def run_with(bug: Bug, where: Path) -> subprocess.CompletedProcess[str]:
             "-q",
             "-n0",
             "-pno:cacheprovider",
+            "--timeout=280",  # a bug may take long to show
             bug.found_by,
         ],
         cwd=where,
