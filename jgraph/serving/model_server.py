@@ -44,7 +44,7 @@ _LOG = logging.getLogger("jgraph.serving")
 MAX_MESSAGE: Final = 64 << 20
 MAX_CONNECTIONS: Final = 1024
 LOADER_NICE: Final = 10
-"""Priority of what loads versions, beside requests: as of ``nice``."""
+"""By how much what loads versions is nicer than what answers requests."""
 GRACE_S: Final = 10.0
 """Requests under way are answered by then, or the server ends without."""
 TLSFiles: TypeAlias = tuple[str | os.PathLike[str], str | os.PathLike[str]]
@@ -461,7 +461,8 @@ def yield_to_others() -> None:
     """
     if sys.platform == "linux":
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOADER_NICE)
+            nice = os.getpriority(os.PRIO_PROCESS, os.getpid()) + LOADER_NICE
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 def _models_in(path: Path) -> list[Path]:
