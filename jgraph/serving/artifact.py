@@ -452,10 +452,9 @@ def check_version(version: object) -> None:
     Raises:
       ArtifactError: it is another value.
     """
-    is_number = isinstance(version, int | np.integer) and not isinstance(version, bool)
-    if version is None or (is_number and 0 < version <= MAX_VERSION):  # type: ignore[operator]
-        return
-    raise ArtifactError(f"version={version!r:.40}: give a number from 1 on")
+    is_number = isinstance(version, int | np.integer) and 0 < version <= MAX_VERSION
+    if version is not None and (isinstance(version, bool) or not is_number):
+        raise ArtifactError(f"version={version!r:.40}: give a number from 1 on")
 
 
 def check_model_name(name: str) -> None:

@@ -123,15 +123,11 @@ def prune(
     from jgraph.serving.labels import read_labels
 
     labelled = set(read_labels(path).targets.values())
-    old = [
-        version
-        for version in (int(one.name) for one in _some_versions(path)[:-keep])
-        if version not in labelled
-    ]
-    for version in [] if dry_run else old:
+    goners = [p for p in _some_versions(path)[:-keep] if int(p.name) not in labelled]
+    for version in [] if dry_run else goners:
         # What is renamed first is not found in part by a server.
-        old_path = (path / str(version)).rename(path / f".{version}.gone")
-        shutil.rmtree(old_path)
+        shutil.rmtree(version.rename(path / f".{version.name}.gone"))
+    old = [int(version.name) for version in goners]
     verb = "would delete" if dry_run else "deleted"
     text = ", ".join(map(str, old)) or "nothing"
     _print(as_json, {"deleted": old, "dry_run": dry_run}, f"{verb} {text}")

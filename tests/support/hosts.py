@@ -1,7 +1,7 @@
 """Hosts with addresses of their own: network namespaces, and what joins them.
 
-Needs root and iproute2; nothing outside of the namespaces is
-touched but the bridge, or the device, which goes with them.
+Needs root and iproute2; nothing outside of the namespaces is touched but the bridge, or
+the device, which goes with them.
 """
 
 import os

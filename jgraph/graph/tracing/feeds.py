@@ -103,12 +103,12 @@ def _aval(leaf: Any, name: str, title: str) -> jax.ShapeDtypeStruct:
             feed=name,
         )
     aval = _typeof(leaf)
-    dtype = leaf.dtype if isinstance(leaf, np.ndarray) else np.dtype(bool)
-    if dtype.kind in "iufc" and not dtype.isnative:
+    is_numeric = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "iufc"
+    if is_numeric and not leaf.dtype.isnative:
         raise FeedError(
-            f"argument '{name}' of {title} is {dtype.name} with its bytes in the "
+            f"argument '{name}' of {title} is {leaf.dtype.name} with its bytes in the "
             "order of another machine, which JAX does not take; give "
-            f"{name}.astype('{dtype.name}')",
+            f"{name}.astype('{leaf.dtype.name}')",
             feed=name,
         )
     if aval is None or hasattr(aval, "inner_aval"):

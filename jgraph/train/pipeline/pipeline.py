@@ -21,7 +21,6 @@ from jgraph.plan.schedule import (
     schedule as schedule_of,
     simulate,
 )
-from jgraph.train.counts import is_count
 from jgraph.train.data.fields import part_size, split_batch
 from jgraph.train.model.optimizer import check_optimizer
 from jgraph.train.model.trees import Tree
@@ -147,11 +146,6 @@ class Pipeline:
             raise PipelineError(
                 f"loss is {loss!r:.60}; give a function of outputs and targets, for "
                 "example lambda y, t: ((y - t) ** 2).mean()"
-            )
-        if not is_count(microbatches, 1):
-            raise PipelineError(
-                f"microbatches is {microbatches!r}; give into how many parts a batch "
-                "is cut, a whole number from 1 on"
             )
         self._layers = [as_stage(n, stage, kind) for n, stage in enumerate(stages)]
         self._loss = loss
