@@ -9,6 +9,7 @@ whose both ends showed certificates, nowhere else.
 
 import secrets
 import struct
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Final, final
 
@@ -22,7 +23,7 @@ MOST_RECORDS: Final = 1 << 32
 """After so much a key has served, and the connection ends; the next has another."""
 
 _TAG_BYTES: Final = 16
-_HEAD: Final = struct.Struct("<I")
+_HEAD: Final = struct.Struct("<II")
 _NONCE: Final = struct.Struct("<IQ")
 _ADDED: Final = struct.Struct("<IQ")
 _END: Final = 1 << 31
@@ -49,7 +50,7 @@ class Sealer:
       >>> key = bytes(32)
       >>> record = Sealer(key).seal(b"hello")
       >>> len(record) - len(b"hello")
-      20
+      24
     """
 
     def __init__(self, key: bytes) -> None:
@@ -77,12 +78,13 @@ class Sealer:
         if self._nbytes > MOST_BYTES or self._number >= MOST_RECORDS:
             raise RecordError("the key of a connection has served")
         head = size | _END if is_end else size
+        added = _ADDED.pack(head, self._number)
         record = bytearray(_HEAD.size + size + _TAG_BYTES)
-        _HEAD.pack_into(record, 0, head)
+        _HEAD.pack_into(record, 0, head, zlib.crc32(added))
         self._cipher.encrypt_into(
             _NONCE.pack(0, self._number),
             plain,
-            _ADDED.pack(head, self._number),
+            added,
             memoryview(record)[_HEAD.size :],
         )
         self._number += 1
@@ -146,12 +148,19 @@ class Opener:
         self._keep(start)
 
     def _size_at(self, start: int) -> int | None:
-        """Returns the plain bytes of the record there; None: its head is not here."""
+        """Returns the plain bytes of the record there; None: its head is not here.
+
+        The cipher shows a wrong size only when so many bytes are there, and these may
+        never come: the checksum shows it now.
+        """
         if self._have - start < _HEAD.size:
             return None
         if self._is_over:
             raise RecordError("a record after the last one")
-        size: int = _HEAD.unpack_from(self._sealed, start)[0] & ~_END
+        head, checksum = _HEAD.unpack_from(self._sealed, start)
+        if checksum != zlib.crc32(_ADDED.pack(head, self._number)):
+            raise RecordError("the head of a record was changed on the way")
+        size: int = head & ~_END
         if size > RECORD_BYTES:
             raise RecordError(f"a record of {size:,} bytes")
         return size
@@ -159,7 +168,7 @@ class Opener:
     def _open(
         self, start: int, size: int, room: Callable[[int], memoryview | None]
     ) -> memoryview:
-        (head,) = _HEAD.unpack_from(self._sealed, start)
+        head, _ = _HEAD.unpack_from(self._sealed, start)
         data = self._sealed[start + _HEAD.size :][: size + _TAG_BYTES]
         # Of a record that was changed, the memory is given to nobody.
         target = room(size) if size else None
