@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+# The first of them parses the whole tree, which takes long on a busy machine.
+pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("jgraph", "tests", "benchmarks", "scripts")
 SOURCES = sorted(

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.slow
 @pytest.mark.procs
+@pytest.mark.timeout(400)
 def test_the_site_builds_with_every_public_name_and_pages_from_outside_of_docs(
     tmp_path: Path,
 ) -> None:
@@ -25,7 +26,7 @@ def test_the_site_builds_with_every_public_name_and_pages_from_outside_of_docs(
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=390,
     )
     assert done.returncode == 0, done.stderr
 

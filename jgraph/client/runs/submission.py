@@ -66,6 +66,7 @@ def submit_run(
         try:
             row = _order_run(cluster, run, make, about, data)
             _check(cluster, query, check)
+            _begin(cluster, query)
         except (ClusterUnreachableError, TaskLostError) as error:
             remaining -= 1
             if not remaining or error.details.get("task", master) != master:
@@ -77,9 +78,13 @@ def submit_run(
                 raise
             what = f"{master} was started again while it was told of a run"
             raise TaskLostError(what, task=master) from error
-        with suppress(ClusterUnreachableError, TaskLostError):  # who follows sees that
-            cluster.call("Master.BeginRun", query)
         return RunFollower(cluster, info_of(row), stop, owner)
+
+
+def _begin(cluster: Connection, query: Frame) -> None:
+    """Lets a run begin; who follows it sees whether its master is lost meanwhile."""
+    with suppress(ClusterUnreachableError, TaskLostError):
+        cluster.call("Master.BeginRun", query)
 
 
 def _check(cluster: Connection, query: Frame, check: Callable[[], None]) -> None:

@@ -231,7 +231,9 @@ def test_a_worker_may_leave_while_another_task_is_lost_before_a_run_begins(
 
 
 @pytest.mark.row(63)
-@pytest.mark.parametrize("before", ["KeepProgram", "OpenDataRun", "RunLoop"])
+@pytest.mark.parametrize(
+    "before", ["KeepProgram", "OpenDataRun", "RunLoop", "BeginRun"]
+)
 def test_a_master_without_values_may_be_started_again_before_a_run_begins(
     before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
