@@ -1,8 +1,8 @@
 """Facts for a board from what a client is told, and alarms of two looks."""
 
 import threading
-from collections.abc import Iterable
-from typing import Any, Final, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import numpy as np
 
@@ -12,6 +12,11 @@ from jgraph.client.status import ClusterStatus, TaskStatus
 from jgraph.clock import WallClock
 from jgraph.cluster.events import Event
 from jgraph.cluster.loop_messages import report_in
+from jgraph.coordination.step.step_metrics import (
+    LOCAL_STEPS,
+    Array,
+    metrics_by_name,
+)
 from jgraph.coordination.sync.rounds import RoundRecord
 from jgraph.coordination.watch.alarms import Alarm
 from jgraph.coordination.watch.board import Board
@@ -29,7 +34,6 @@ _ROUNDS: Final = 50
 _REAL: Final = frozenset(
     f"{kind}{bits}" for kind in ("float", "int", "uint") for bits in (8, 16, 32, 64)
 ) | {"bfloat16"}
-Array: TypeAlias = np.ndarray[Any, Any]
 
 
 def status_fact(status: ClusterStatus, now: float) -> Fact:
@@ -74,9 +78,12 @@ def report_fact(
     rounds = [_round(record, wait_s) for record, wait_s in report.rounds[-_ROUNDS:]]
     if not (len(report.steps) or report.dropped or rounds) and back is None:
         return None
+    # In synchronous training only who decides fetches anything.
+    tells = len(report.fetches) == len(run.metrics)
+    named = metrics_by_name(run.metrics, report.fetches) if tells else {}
     metrics = {
         name: value
-        for name, values in zip(run.metrics, report.fetches, strict=False)
+        for name, values in named.items()
         if (value := _summed_up(values)) is not None
     }
     return _fact(
@@ -91,6 +98,7 @@ def report_fact(
         metrics=metrics,
         dropped=dict(report.dropped),
         rounds=rounds,
+        own_rounds=[] if run.synchronous else _own_rounds(report.seconds, named),
         back_to=None if back is None else back.back_to,
     )
 
@@ -101,7 +109,23 @@ def _round(record: RoundRecord, wait_s: float) -> Fact:
         "members": list(record.members),
         "dropped": dict(record.dropped),
         "wait_s": wait_s,
+        "void": record.void,
     }
+
+
+def _own_rounds(seconds: Array, metrics: Mapping[str, Array]) -> list[Fact]:
+    """Returns rounds of one client each: when they were done, and whether they count.
+
+    Args:
+      seconds: when steps were done, since the run began.
+      metrics: of these steps.
+    """
+    steps = metrics.get(LOCAL_STEPS)
+    if steps is None:
+        return []
+    # One that is not finite has no steps.
+    done = zip(seconds.tolist(), (steps > 0).tolist(), strict=True)
+    return [{"seconds": s, "finite": finite} for s, finite in done]
 
 
 def variables_fact(variables: Iterable[Any], now: float) -> Fact:

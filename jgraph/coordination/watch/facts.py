@@ -7,8 +7,8 @@ A fact is an object with ``time``, in seconds since 1970, and ``kind``:
 * ``runs``: those of the cluster, by name;
 * ``report``: what a loop of a ``run`` told: ``steps`` done, ``times`` by part, least,
   mean and most of each of its ``metrics``, some seconds of single steps; ``rounds`` of
-  clients, with who took part and who was dropped; with ``anew`` all reports so far come
-  again;
+  clients, with who took part and who was dropped, or ``own_rounds`` of its client
+  alone; with ``anew`` all reports so far come again;
 * ``variables``: size and version of each shard, by task;
 * ``events``: what became of tasks and runs;
 * ``models``: versions that a model ``server`` serves, by name, with its sums since they

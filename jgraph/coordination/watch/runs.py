@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Final, final
 
+from jgraph.coordination.step.step_metrics import CONTRIBUTIONS
+from jgraph.coordination.sync.rounds import NOT_FINITE
 from jgraph.coordination.watch.facts import Fact, items, number, numbers, rows, text
 from jgraph.coordination.watch.series import Series
 
@@ -17,8 +19,6 @@ _ROUNDS: Final = 50
 """The newest, of which a run has rows."""
 _CLIENTS: Final = 16
 """Names in one of these, at most."""
-_CONTRIBUTIONS: Final = "contributions"
-"""Metric of synchronous training: how many workers' batches are in a step."""
 
 
 @final
@@ -83,7 +83,7 @@ class RunSeen:
         self.recoveries = 0
         self.odd: set[str] = set()
         self.workers: dict[str, WorkerSeen] = {}
-        self._reported = 0.0
+        self._reported = self._back = 0.0
         self._looked: float | None = None
 
     @property
@@ -121,6 +121,7 @@ class RunSeen:
         if steps and (decides or not is_sync):
             self._reported += steps
             self._take_metrics(fact)
+        self._take_own_rounds(task, fact)
 
     def _take_worker(self, task: str, steps: float, fact: Fact) -> None:
         worker = self.workers.setdefault(task, WorkerSeen())
@@ -138,17 +139,44 @@ class RunSeen:
             task: str(why)
             for task, why in (reasons.items() if isinstance(reasons, Mapping) else ())
         }
-        for task in members:
-            self.clients.setdefault(task, Counter())["members"] += 1
-        for task, why in dropped.items():
-            self.clients.setdefault(task, Counter())[why] += 1
-        self.rounds[int(number(fact, "number"))] = {
-            "clients": len(members),
-            "who": members[:_CLIENTS],
-            "dropped": len(dropped),
-            "why": dict(list(dropped.items())[:_CLIENTS]),
-            "wait_s": round(number(fact, "wait_s"), 3),
-        }
+        number_, void = int(number(fact, "number")), text(fact, "void")
+        tries = self.rounds[number_]["void"] if number_ in self.rounds else ()
+        wait_s = round(number(fact, "wait_s"), 3)
+        row = _round(members, dropped, wait_s, [*tries, *([void] * bool(void))])
+        self._count(row, 1)
+        self.rounds[number_] = row
+        self._cut_rounds()
+
+    def _take_own_rounds(self, task: str, fact: Fact) -> None:
+        """Takes rounds of one client each; their numbers are in order of their time."""
+        own = [one for one in items(fact, "own_rounds") if isinstance(one, Mapping)]
+        if not own:
+            return
+        new = []
+        for one in own:
+            members, dropped = [task], {}
+            if not one.get("finite"):
+                members, dropped = [], {task: NOT_FINITE}
+            row = _round(members, dropped, 0.0) | {"at": number(one, "seconds")}
+            self._count(row, 1)
+            new.append(row)
+        # What was told before the run went back keeps its numbers.
+        since = max(self._back, number(self.facts, "first_step"))
+        old = {n: row for n, row in self.rounds.items() if n <= since}
+        new += [row for n, row in self.rounds.items() if n > since]
+        new.sort(key=lambda row: row["at"])
+        last = int(number(self.facts, "first_step") + self._reported)
+        self.rounds = old | dict(enumerate(new, last + 1 - len(new)))
+        self._cut_rounds()
+
+    def _count(self, row: Mapping[str, Any], by: int) -> None:
+        """Counts what a round was to its clients, or takes that back."""
+        for task in row["members"]:
+            self.clients.setdefault(task, Counter())["members"] += by
+        for task, why in row["dropped"].items():
+            self.clients.setdefault(task, Counter())[why] += by
+
+    def _cut_rounds(self) -> None:
         for old in sorted(self.rounds)[:-_ROUNDS]:
             del self.rounds[old]
 
@@ -168,12 +196,14 @@ class RunSeen:
         """All of it is told again."""
         self.metrics, self.workers, self.recoveries = {}, {}, 0
         self.rounds, self.clients = {}, {}
-        self._reported = 0.0
+        self._reported = self._back = 0.0
 
     def _go_back(self, step: float) -> None:
         self.recoveries += 1
         self._reported = max(0.0, step - number(self.facts, "first_step"))
-        self.rounds = {n: one for n, one in self.rounds.items() if n <= step}
+        self._back = step
+        for again in [n for n in self.rounds if n > step]:
+            self._count(self.rounds.pop(again), -1)
         for series in self.metrics.values():
             series.cut(step)
 
@@ -193,8 +223,8 @@ class RunSeen:
         """Returns it as the page shows it."""
         fact, rate = self.facts, self.rate.last if self.is_running else None
         batch, each = number(fact, "batch_size"), 1.0
-        if fact.get("synchronous") and _CONTRIBUTIONS in self.metrics:
-            each = self.metrics[_CONTRIBUTIONS].last or 1.0
+        if fact.get("synchronous") and CONTRIBUTIONS in self.metrics:
+            each = self.metrics[CONTRIBUTIONS].last or 1.0
         return {
             **{n: fact.get(n) for n in ("state", "step", "steps", "first_step")},
             **{n: fact.get(n) for n in ("seconds", "master", "term", "synchronous")},
@@ -205,11 +235,34 @@ class RunSeen:
             "not_finite": sorted(self.odd),
             "workers": {task: w.view() for task, w in sorted(self.workers.items())},
             "recoveries": self.recoveries,
-            "rounds": {str(n): one for n, one in sorted(self.rounds.items())},
+            "rounds": {str(n): _shown(one) for n, one in sorted(self.rounds.items())},
             "clients": {task: dict(n) for task, n in sorted(self.clients.items())},
             "members": items(fact, "workers"),
             "bounds": items(fact, "bounds") or None,
         }
+
+
+def _round(
+    members: Sequence[str],
+    dropped: Mapping[str, str],
+    wait_s: float,
+    void: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Returns a round: its clients, and why tries of it were given up."""
+    found = {"members": members, "dropped": dropped, "wait_s": wait_s}
+    return {**found, "void": list(void)}
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a round as the page shows it."""
+    return {
+        "clients": len(row["members"]),
+        "who": row["members"][:_CLIENTS],
+        "dropped": len(row["dropped"]),
+        "why": dict(list(row["dropped"].items())[:_CLIENTS]),
+        "wait_s": row["wait_s"],
+        "void": row["void"],
+    }
 
 
 @final

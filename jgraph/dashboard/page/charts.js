@@ -53,7 +53,8 @@ export function curves(series, { time = false, log = false, label, unit }) {
     const width = Math.max(240, box.clientWidth || 480);
     const options = {
       width, height: 220, series: shown, bands,
-      scales: { x: { time }, y: log ? { distr: 3 } : {} },
+      // Around one point alone it would choose years.
+      scales: { x: { time, ...(xs.length < 2 && { range: [xs[0] - 1, xs[0] + 1] }) }, y: log ? { distr: 3 } : {} },
       axes: [time ? { ...axis, values: times, space: 90 } : axis, { ...axis, size: 70, ...(unit && { values: (chart, ticks) => ticks.map(unit) }) }],
       cursor: { drag: { x: true, y: false } },
       legend: { live: false, show: some.length > 1 },

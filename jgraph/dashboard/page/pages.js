@@ -236,7 +236,8 @@ const rounds = {
         ["round", (r) => number(r.round), "n"], ["clients", (r) => number(r.clients), "n"], ["dropped", (r) => number(r.dropped), "n"],
         ["waited s", (r) => number(r.wait_s), "n"], ["who took part", (r) => r.who.map(short).join(", ") + (r.clients > r.who.length ? " …" : ""), "text"],
         ["who was dropped", (r) => Object.entries(r.why).map(([task, why]) => `${short(task)} ${why}`).join(", "), "text"],
-      ], Object.entries(run.rounds).map(([round, row]) => ({ round: Number(round), ...row })).reverse(), (r) => r.dropped > 0)),
+        ...(Object.values(run.rounds).some((r) => r.void?.length) ? [["given up before", (r) => (r.void || []).join("; "), "text"]] : []),
+      ], Object.entries(run.rounds).map(([round, row]) => ({ round: Number(round), ...row })).reverse(), (r) => r.dropped > 0 || r.void?.length)),
       card(`Clients of ${run.name}`, table("Clients", [
         ["client", (c) => short(c.name)], ["rounds with it", (c) => number(c.members || 0), "n"], ["too late", (c) => number(c.late || 0), "n"], ["lost", (c) => number(c.lost || 0), "n"],
         ["not finite", (c) => number(c["not finite"] || 0), "n"],

@@ -1,34 +1,19 @@
-"""Metrics beside a loss: named arrays, and their exact means over workers.
+"""Metrics beside a loss: named arrays, and the pieces of those of whole numbers."""
 
-A mean of whole numbers over workers is exact. A worker sends a large whole number as
-pieces of 11 bits, whose float32 sums are exact, and whoever reads the mean puts them
-together as float64.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgraph.coordination.step.step_metrics import BITS
 from jgraph.errors import ConfigError, GraphError
 from jgraph.runtime.data.batches import Array
 from jgraph.train.model.trees import path_of
 
-CONTRIBUTIONS: Final = "contributions"
-"""Metric of a synchronous step: of how many contributions its update is the mean."""
-
-LOCAL_STEPS: Final = "local_steps"
-"""Metric of an update from local steps that are not as many for each worker."""
-
 NOT_FINITE: Final = "not_finite"
 """Metric of a round of secure sums: how many contributions were not finite."""
-
-WHOLE: Final = "<whole>"
-"""Prefix of the fetch that has the pieces of a metric of whole numbers."""
-
-_BITS: Final = 11
 
 
 def named_metrics(tree: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -100,7 +85,7 @@ def needs_pieces(dtype: Any) -> bool:
 def num_pieces(dtype: Any) -> int:
     """Returns how many pieces a value of this type has."""
     bits: int = 8 * np.dtype(dtype).itemsize
-    return -(-bits // _BITS)
+    return -(-bits // BITS)
 
 
 def pieces(value: jax.Array) -> jax.Array:
@@ -111,37 +96,5 @@ def pieces(value: jax.Array) -> jax.Array:
       [904.0, 2.0, 0.0]
     """
     count = num_pieces(value.dtype)
-    low = [(value >> (_BITS * n)) & (2**_BITS - 1) for n in range(count - 1)]
-    return jnp.stack([*low, value >> (_BITS * (count - 1))]).astype(jnp.float32)
-
-
-def from_pieces(means: Array, counts: Array) -> Array:
-    """Returns the means of whole numbers, float64[steps, …].
-
-    Args:
-      means: of the pieces, float32[steps, n, …].
-      counts: of how many each is the mean, int[steps].
-
-    Example:
-      >>> means = np.float32([[904.0, 2.0, 0.0], [0.5, 0.0, 0.0]])
-      >>> from_pieces(means, np.array([1, 2])).tolist()
-      [5000.0, 0.5]
-    """
-    number = counts.reshape(-1, *[1] * (means.ndim - 1)).astype(np.float64)
-    # What was summed is whole: a mean that was rounded to float32 still tells it.
-    sums = np.rint(means.astype(np.float64) * number)
-    weights = 2.0 ** (_BITS * np.arange(means.shape[1]))
-    totals = np.tensordot(np.moveaxis(sums, 1, -1), weights, axes=1)
-    result: Array = totals / number[:, 0]
-    return result
-
-
-def metrics_by_name(names: Sequence[str], fetches: Sequence[Array]) -> dict[str, Array]:
-    """Returns what a loop fetched, a row per step, by the names of the metrics."""
-    by_name = dict(zip(names, fetches, strict=bool(names)))
-    return {
-        name.removeprefix(WHOLE): from_pieces(values, by_name[CONTRIBUTIONS])
-        if name.startswith(WHOLE)
-        else values
-        for name, values in by_name.items()
-    }
+    low = [(value >> (BITS * n)) & (2**BITS - 1) for n in range(count - 1)]
+    return jnp.stack([*low, value >> (BITS * (count - 1))]).astype(jnp.float32)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 from jgraph.cluster.loop_messages import Rescaled
 from jgraph.cluster.signals import wait_signalled
 from jgraph.coordination.run.recovery import Recovery
+from jgraph.coordination.step.step_metrics import LOCAL_STEPS
 from jgraph.errors import ConfigError, DeadlineError, hints
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
@@ -16,7 +17,7 @@ from jgraph.runtime.data.batches import Array
 from jgraph.train.data.data import Data
 from jgraph.train.data.source import Source
 from jgraph.train.live.live_model import LiveModel, LiveSource
-from jgraph.train.model.metrics import LOCAL_STEPS, NOT_FINITE
+from jgraph.train.model.metrics import NOT_FINITE
 from jgraph.train.run.history import History
 from jgraph.train.run.members import RunMembers
 from jgraph.train.run.plot import Plot

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jgraph.coordination.step.step_metrics import LOCAL_STEPS
 from jgraph.graph.device import device
 from jgraph.graph.variable import Variable
 from jgraph.plan.program.replicas import own_state
 from jgraph.train.model.checks import all_finite
-from jgraph.train.model.metrics import LOCAL_STEPS
 from jgraph.train.model.optimizer import CalledOptimizer, Optimizer
 from jgraph.train.model.trees import Tree, group_with_parameters, path_of
 from jgraph.train.step.fragments import Carry, Fragments

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jgraph.coordination.step.finite import FiniteCheck
+from jgraph.coordination.step.step_metrics import WHOLE
 from jgraph.coordination.sync.rounds import not_to_count
 from jgraph.graph.device import DeviceSpec, device
 from jgraph.graph.graph import Graph
@@ -18,7 +19,6 @@ from jgraph.plan.program.accumulate import MEAN, SLOT, SUM
 from jgraph.train.model.checks import FINITE, warn_of_same_draws
 from jgraph.train.model.metrics import (
     NOT_FINITE,
-    WHOLE,
     needs_pieces,
     num_pieces,
     pieces as in_pieces,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jgraph.coordination.step.finite import FiniteCheck
+from jgraph.coordination.step.step_metrics import LOCAL_STEPS
 from jgraph.errors import ConfigError
 from jgraph.graph.device import device, is_worker
 from jgraph.graph.graph import Graph
@@ -31,7 +32,6 @@ from jgraph.train.model.checks import (
     finite,
     warn_of_same_draws,
 )
-from jgraph.train.model.metrics import LOCAL_STEPS
 from jgraph.train.model.optimizer import CalledOptimizer, LossOf, Optimizer
 from jgraph.train.model.trees import Tree, group_with_parameters, names_of, path_of
 from jgraph.train.privacy.private_update import PrivateUpdate, SampledBatch

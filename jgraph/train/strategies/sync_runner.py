@@ -18,6 +18,7 @@ from jgraph.client.runs.gates import open_gate
 from jgraph.cluster.loop_messages import ARBITER, LoopRequest, SyncRequest
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.data.shares import Cut
+from jgraph.coordination.step.step_metrics import CONTRIBUTIONS
 from jgraph.coordination.sync.rounds import RoundRule
 from jgraph.coordination.sync.secure_rounds import SumRule
 from jgraph.errors import ConfigError
@@ -27,7 +28,6 @@ from jgraph.plan.plan import Plan
 from jgraph.plan.program.accumulate import MEAN, averaging, contributing, shards_of
 from jgraph.plan.program.replicas import own_prefix
 from jgraph.train.data.data import Dataset
-from jgraph.train.model.metrics import CONTRIBUTIONS
 from jgraph.train.privacy.secure_sum import SecureSum
 from jgraph.train.run.members import RunMembers
 from jgraph.train.run.rounds import Rounds

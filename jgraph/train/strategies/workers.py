@@ -13,13 +13,13 @@ from jgraph.client.state.sources import open_source_on
 from jgraph.cluster.loop_messages import LoopReport, LoopRequest
 from jgraph.coordination.data.batch_book import BatchBook
 from jgraph.coordination.run.cuts import tell_every
+from jgraph.coordination.step.step_metrics import CONTRIBUTIONS, metrics_by_name
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
 from jgraph.train.data.data import Dataset
 from jgraph.train.data.feeding import Feeding
 from jgraph.train.data.forms import Stream
 from jgraph.train.data.shares import Shares
-from jgraph.train.model.metrics import CONTRIBUTIONS, metrics_by_name
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Chunk, Order
 from jgraph.train.strategies.prepared import Prepared

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jgraph.coordination.watch.board import Board
-from jgraph.coordination.watch.facts import checked, clean
+from jgraph.coordination.watch.facts import Fact, checked, clean
 from tests.support.board_facts import (
     PS,
     START,
@@ -102,14 +102,52 @@ def test_rounds_have_who_took_part_and_the_oldest_are_shown_no_more() -> None:
         "dropped": 1,
         "why": {WORKERS[2]: "late"},
         "wait_s": 1,
+        "void": [],
     }
     assert seen["clients"][WORKERS[0]] == {"members": 60}
     assert seen["clients"][WORKERS[2]] == {"late": 30}
     board.take(report(2, steps=0, task=PS, back_to=55))
-    assert max(map(int, board.view()["runs"]["mlp"]["rounds"])) == 55
+    seen = board.view()["runs"]["mlp"]
+    assert max(map(int, seen["rounds"])) == 55
+    assert seen["clients"][WORKERS[0]] == {"members": 55}  # five are to come again
     for strange in (7, {"number": -1, "members": 3, "dropped": [], "wait_s": "x"}):
         board.take(report(3, steps=0, task=PS, rounds=[strange]))
     assert "0" in board.view()["runs"]["mlp"]["rounds"]
+
+
+def test_a_round_that_was_given_up_is_no_round_of_its_clients() -> None:
+    void = {"number": 1, "members": [], "dropped": {WORKERS[1]: "lost"}, "void": "few"}
+    told = [report(1, steps=0, task=PS, rounds=[void])]
+    over = {"number": 1, "members": WORKERS[2:], "dropped": {}}
+    told.append(report(2, steps=1, task=PS, rounds=[over]))
+    seen = board_of(run(0, 0, synchronous=True), *told).view()["runs"]["mlp"]
+    (row,) = seen["rounds"].values()
+    assert (row["who"], row["why"], row["void"]) == (WORKERS[2:], {}, ["few"])
+    assert seen["clients"][WORKERS[1]] == {"lost": 1}
+
+
+def test_rounds_of_one_client_each_have_the_order_of_when_they_were_done() -> None:
+    def of(worker: int, *seconds: float, finite: bool = True) -> Fact:
+        own = [{"seconds": s, "finite": finite} for s in seconds]
+        return report(9, worker, steps=len(own), own_rounds=own)
+
+    def shown() -> list[tuple[str, list[str]]]:
+        seen = board.view()["runs"]["mlp"]
+        return [(number, row["who"]) for number, row in seen["rounds"].items()]
+
+    first, second = [WORKERS[0]], [WORKERS[1]]
+    told = [of(0, 1.0, 3.0), of(1, 2.0), of(1, 4.0, finite=False)]
+    board = board_of(run(0, 0), *told)
+    expected = [("1", first), ("2", second), ("3", first), ("4", [])]
+    assert shown() == expected
+    assert board.view()["runs"]["mlp"]["clients"] == {
+        WORKERS[0]: {"members": 2},
+        WORKERS[1]: {"members": 1, "not finite": 1},
+    }
+    board.take(report(9, steps=0, back_to=2))
+    board.take(of(0, 6.0))
+    board.take(of(1, 5.0))
+    assert shown() == [*expected[:2], ("3", second), ("4", first)]
 
 
 def test_a_run_that_went_back_is_drawn_from_there() -> None:

@@ -12,8 +12,9 @@ from flax import nnx
 from hypothesis import given, strategies as st
 
 from jgraph.client.cluster import Cluster
+from jgraph.coordination.step.step_metrics import from_pieces
 from jgraph.errors import ConfigError, GraphError
-from jgraph.train.model.metrics import from_pieces, named_metrics, pieces
+from jgraph.train.model.metrics import named_metrics, pieces
 from jgraph.train.run.report import Report
 from jgraph.train.run.run import Run
 from jgraph.train.strategies.async_runner import AsyncPS
