@@ -937,8 +937,8 @@ BUGS: Final = {
     ),
     "gradients that wait are lost with rows alone": Bug(
         "train/tables/row_step.py",
-        'others & update.held_back if sparse == "lazy" else others',
-        'others & frozenset() if sparse == "lazy" else others',
+        "never_lazy = update.held_back | update.by_size",
+        "never_lazy = update.by_size",
         f"{PATHS}[index-uint16-multi_steps-lazy-async-mod-40]",
     ),
     "joined ids of two shards end with row 0": Bug(

@@ -69,6 +69,14 @@ class FlatUpdate:
             for atom in self.jaxpr.outvars
         ]
 
+    def operations(self, *, numbers: bool) -> list[str]:
+        """Returns what is computed, in order, without the sizes of arrays.
+
+        Args:
+          numbers: with the numbers that are written into it.
+        """
+        return _operations(self.jaxpr, numbers=numbers)
+
     def slice(self, results: Sequence[int]) -> Jaxpr:
         """Returns the jaxpr of some results, with all operands."""
         outvars = [self.jaxpr.outvars[n] for n in results]
@@ -105,6 +113,16 @@ class FlatUpdate:
             dict(zip(other.jaxpr.constvars, other.consts, strict=True)),
             dict(zip(self.jaxpr.invars, other.jaxpr.invars, strict=True)),
         ).jaxprs(self.slice(results), other.slice(results))
+
+
+def _operations(jaxpr: Jaxpr, *, numbers: bool) -> list[str]:
+    texts = []
+    for equation in jaxpr.eqns:
+        literals = [a.val for a in equation.invars if isinstance(a, Literal)]
+        texts.append(f"{equation.primitive.name} {literals if numbers else ''}")
+        for _, body in _compat.inner_jaxprs(equation):
+            texts += _operations(_compat.open_jaxpr(body), numbers=numbers)
+    return texts
 
 
 def makers_of(jaxpr: Jaxpr, atoms: Sequence[Atom]) -> list[Equation]:

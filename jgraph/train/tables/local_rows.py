@@ -119,12 +119,18 @@ def why_whole(
     numbers = {t.number: t.name for t in tables if t.name not in reasons}
     if not numbers:
         return reasons
-    update = probe(tx, params, frozenset(numbers), owners)
+    hashed = [t.number for t in tables if t.hashed and t.number in numbers]
+    update = probe(tx, params, frozenset(numbers), owners, hashed)
     alone = update.exact
-    if alone != frozenset(numbers):
+    if alone | update.by_size != frozenset(numbers):
         alone |= rows_are_alone(tx, params, frozenset(numbers), owners)
     for number, name in numbers.items():
-        if number in update.held_back:
+        if number in update.by_size:
+            reasons[name] = (
+                "the workers' optimizer does something else to arrays of other sizes, "
+                "as with a mask or labels by shape"
+            )
+        elif number in update.held_back:
             reasons[name] = "the workers' optimizer keeps gradients for later steps"
         elif number not in alone:
             reasons[name] = "the workers' optimizer makes of each row what hangs on all"

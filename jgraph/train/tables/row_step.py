@@ -277,28 +277,29 @@ def decide(
     all_tables, tables = tables, tables.without(other_shapes(slots, shapes))
     update = RowUpdate()
     numbers = frozenset(t.number for t in tables.tables)
+    hash_numbers = frozenset(t.number for t in tables.tables if t.hashed)
     if numbers:
         try:
-            update = probe(tx, params, numbers, owners)
+            update = probe(tx, params, numbers, owners, hash_numbers)
         except Exception as error:  # noqa: BLE001  # of the user's optimizer
             reason = shorten(str(error), 100, placeholder=" …")
             why = f"the optimizer fails on rows of it: {reason}"
             tables = tables.without({t.name: why for t in tables.tables})
-            numbers = frozenset()
+            numbers = hash_numbers = frozenset()
     for table in all_tables.tables:
         if table.hashed and table.name in tables.dense:
             raise _not_by_rows(table.name, tables.dense[table.name])
         if table.hashed and table.number in update.held_back:
             raise _loses_gradients(table.name)
-    hash_numbers = frozenset(t.number for t in tables.tables if t.hashed)
     others = numbers - update.exact - hash_numbers  # a hash table has no rows but these
-    whole = others & update.held_back if sparse == "lazy" else others
+    never_lazy = update.held_back | update.by_size
+    whole = others & never_lazy if sparse == "lazy" else others
     costs = {t.name: _cost(t, leaves[t.number], slots, count) for t in tables.tables}
     if sparse == "auto":
         large = [
             cost.text(name)
             for name, cost in costs.items()
-            if cost.whole >= _LARGE_UPDATE_BYTES and cost.number in whole
+            if cost.whole >= _LARGE_UPDATE_BYTES and cost.number in whole - never_lazy
         ]
         _warn_large(large)
     notes = [
@@ -309,6 +310,7 @@ def decide(
             lazy=t.number in others - whole,
             whole=t.number in whole,
             held_back=t.number in update.held_back,
+            by_size=t.number in update.by_size,
         )
         for t in tables.tables
     ]
@@ -392,6 +394,7 @@ def _note(
     lazy: bool,
     whole: bool,
     held_back: bool,
+    by_size: bool,
 ) -> str:
     lookups = ", ".join(f"{lk.count} by {lk.feature}" for lk in table.lookups)
     if steps > 1:
@@ -408,6 +411,12 @@ def _note(
             "rows without a gradient too; sparse='lazy' would update "
             f"{bytes_text(cost.lazy)}"
         )
+        if by_size:
+            how = (
+                f"of all rows ({bytes_text(cost.whole)}), because the optimizer does "
+                "something else to arrays of other sizes, as with a mask or labels by "
+                "shape; by name, the update may be of these rows alone"
+            )
         if held_back:
             how = "of all rows, because the optimizer keeps gradients for later steps"
     elif lazy:

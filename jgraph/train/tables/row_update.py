@@ -36,11 +36,14 @@ class RowUpdate:
       held_back: tables whose gradients wait in the optimizer's state and are applied,
         or forgotten, at a later step: by rows, those of rows that this step does not
         look up would be lost.
+      by_size: tables that the optimizer would treat otherwise if they had other sizes,
+        as with a mask or labels by shape: rows alone tell it nothing.
     """
 
     exact: frozenset[int] = frozenset()
     reads_padding: bool = False
     held_back: frozenset[int] = frozenset()
+    by_size: frozenset[int] = frozenset()
 
 
 def other_shapes(
@@ -71,6 +74,7 @@ def probe(
     params: Any,
     tables: Collection[int],
     owners: Sequence[int | None],
+    hashed: Collection[int] = (),
 ) -> RowUpdate:
     """Tries an optimizer on small arrays, as a whole and by rows.
 
@@ -79,10 +83,16 @@ def probe(
       params: the parameters, or their shapes and dtypes.
       tables: numbers of those leaves that would be updated by rows.
       owners: per leaf of the optimizer's state the leaf of ``params`` that it is of.
+      hashed: those of ``tables`` that have no size of their own.
 
     Raises:
       Exception: whatever the optimizer raises on such arrays.
     """
+    by_size = frozenset(tables) - frozenset(hashed)
+    if not looks_at_sizes(tx, params, by_size):
+        by_size = frozenset()
+    elif not hashed:
+        return RowUpdate(by_size=by_size)
     start, grads = _small(params, tables)
     leaves, tree = jax.tree.flatten((start, tx.init(start)))
     places = range(len(jax.tree.leaves(params)))
@@ -104,12 +114,51 @@ def probe(
         garbage = trial.by_rows(garbage, here, ids, _GARBAGE)
     same = {n: _close(whole[n], zeros[n]) for n in numbers if n in places}
     others = all(ok for n, ok in same.items() if n not in tables)
-    movers = {leaf_owners[n] for n in trial.moved()}
+    movers = by_size | {leaf_owners[n] for n in trial.moved()}
     return RowUpdate(
         exact=frozenset(n for n in tables if others and same[n] and n not in movers),
         reads_padding=not all(_close(zeros[n], garbage[n]) for n in numbers),
         held_back=frozenset(n for n in tables if n in held_back),
+        by_size=by_size,
     )
+
+
+def looks_at_sizes(tx: CalledOptimizer, params: Any, tables: Collection[int]) -> bool:
+    """Whether an optimizer would compute something else if tables had few rows.
+
+    Args:
+      tx: the optimizer.
+      params: the parameters, or their shapes and dtypes.
+      tables: numbers of those leaves that are tables.
+
+    Example:
+      >>> def is_large(params):
+      ...     return jax.tree.map(lambda x: len(x) > 99, params)
+      >>> tx = CalledOptimizer(optax.masked(optax.sgd(0.1), is_large))
+      >>> [looks_at_sizes(tx, [jnp.zeros((n, 2))], {0}) for n in (50, 200)]
+      [False, True]
+    """
+    if not tables:
+        return False
+    leaves, tree = jax.tree.flatten(params)
+    rows = [(len(_TOUCHED[0]), *x.shape[1:]) for x in leaves]
+    few = [
+        jax.ShapeDtypeStruct(shape, x.dtype) if n in tables else x
+        for n, (x, shape) in enumerate(zip(leaves, rows, strict=True))
+    ]
+
+    def update(*leaves: Any) -> list[Any]:
+        params = jax.tree.unflatten(tree, leaves)
+        return jax.tree.leaves(_update_of(tx)(params, tx.init(params), params))
+
+    small = jax.tree.leaves(_small(params, tables)[0])
+    whole, by_rows, sample = (
+        FlatUpdate.traced(update, values) for values in (leaves, few, small)
+    )
+    # A number may hang on the columns, of which an array that is tried has fewer.
+    return whole.operations(numbers=True) != by_rows.operations(
+        numbers=True
+    ) or whole.operations(numbers=False) != sample.operations(numbers=False)
 
 
 @final

@@ -55,6 +55,32 @@ ALL_ROWS = {
     "noise": optax.noisy_sgd(0.1, key=7),
     "adam that warms up": optax.adam(optax.linear_schedule(0.0, 0.1, 10)),
 }
+
+
+def large(params: Any) -> Any:
+    """Returns of each parameter whether it is large, as users tell tables apart."""
+    return jax.tree.map(lambda x: x.shape[0] > 8, params)
+
+
+def of_columns(step: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns what does a step for parameters of more than two columns alone."""
+    return optax.masked(step, lambda ps: jax.tree.map(lambda x: x.shape[-1] > 2, ps))
+
+
+def rate_by_size(updates: Any, params: Any = None) -> Any:
+    del params
+    return jax.tree.map(lambda g: g * (-0.1 if len(g) > 8 else -0.2), updates)
+
+
+BY_SIZE = {
+    "decay of large ones": optax.chain(
+        optax.add_decayed_weights(0.1, mask=large), optax.sgd(0.1)
+    ),
+    "labels": optax.multi_transform(
+        {True: optax.adagrad(0.1), False: optax.adam(0.1)}, large
+    ),
+    "a rate": optax.stateless(rate_by_size),
+}
 LATER = {
     "two steps": optax.MultiSteps(optax.sgd(0.1), 2),
     "more steps than anybody tries": optax.MultiSteps(optax.adagrad(0.1), 100),
@@ -75,6 +101,19 @@ def test_an_optimizer_that_changes_other_rows_ever_updates_them_all(name: str) -
     found = judged(ALL_ROWS[name])
     assert not found.exact
     assert not found.held_back
+
+
+@pytest.mark.parametrize("name", BY_SIZE)
+def test_an_optimizer_that_looks_at_sizes_never_sees_rows_alone(name: str) -> None:
+    found = judged(BY_SIZE[name])
+    assert not found.exact
+    assert found.by_size == {0}
+
+
+def test_an_optimizer_that_looks_at_columns_is_tried_in_vain() -> None:
+    params = {"t": jnp.zeros((9, 4)), "w": jnp.zeros(2)}
+    tx = optax.chain(of_columns(optax.add_decayed_weights(0.1)), optax.sgd(0.1))
+    assert probe(CalledOptimizer(tx), params, [0], []).by_size == {0}
 
 
 @pytest.mark.parametrize("name", LATER)
