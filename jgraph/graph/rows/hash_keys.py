@@ -39,6 +39,8 @@ def split_keys(keys: Any) -> Pairs:
       [[7, 0], [4294967295, 4294967295], [0, 256]]
     """
     array = np.asarray(keys)
+    if not array.size and not isinstance(keys, np.ndarray):
+        array = array.astype(np.int64)  # NumPy has floats in an empty list
     _check_whole(array.dtype)
     wide = array if array.dtype.itemsize == 8 else array.astype(np.int64)
     little = np.ascontiguousarray(wide).astype("<i8", copy=False)
@@ -93,9 +95,8 @@ def as_pairs(ids: Any) -> jax.Array:
       >>> as_pairs(jnp.array([-1, 5])).tolist()
       [[4294967295, 4294967295], [5, 0]]
     """
-    if isinstance(ids, np.ndarray):
-        is_pairs = ids.dtype == np.uint32
-        return jnp.asarray(ids) if is_pairs else jnp.asarray(split_keys(ids))
+    if isinstance(ids, np.ndarray) and ids.dtype != np.uint32:
+        return jnp.asarray(split_keys(ids))
     array = jnp.asarray(ids)
     _check_whole(array.dtype)
     if array.dtype == jnp.uint32:

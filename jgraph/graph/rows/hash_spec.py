@@ -5,6 +5,7 @@ user. The keys are any int64; a row belongs to its key, in whichever shard.
 """
 
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Literal, TypeAlias, final
 
 from jgraph.errors import ConfigError
@@ -12,6 +13,14 @@ from jgraph.view import markup
 
 Kind: TypeAlias = Literal["constant", "normal", "uniform"]
 Eviction: TypeAlias = Literal["lru", "lfu", "ttl"]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral)  # NumPy's too
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real)
 
 
 @final
@@ -39,6 +48,12 @@ class Initial:
             raise ConfigError(
                 f"there is no initializer '{self.kind}' for a hash table; use "
                 "'constant', 'normal' or 'uniform'"
+            )
+        is_seed = _is_whole(self.seed) and abs(self.seed) < 2**63
+        if not (_is_number(self.scale) and is_seed):
+            raise ConfigError(
+                f"an initializer of a hash table has scale={self.scale!r:.40} and "
+                f"seed={self.seed!r:.40}; give a number, and a whole one below 2**63"
             )
 
     @property
@@ -88,14 +103,17 @@ class Admission:
     probability: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.sightings <= 255:
+        is_count = _is_whole(self.sightings)
+        if not (is_count and 1 <= self.sightings <= 255):
             raise ConfigError(
-                f"admission after {self.sightings} sightings; give 1 (at once) to 255"
+                f"admission after {self.sightings!r:.40} sightings; give 1 (at once) "
+                "to 255"
             )
-        if not 0 < self.probability <= 1:
+        is_number = _is_number(self.probability)
+        if not (is_number and 0 < self.probability <= 1):
             raise ConfigError(
-                f"admission with probability {self.probability}; give more than 0 and "
-                "at most 1"
+                f"admission with probability {self.probability!r:.40}; give more than "
+                "0 and at most 1"
             )
 
     def _repr_html_(self) -> str:
@@ -169,9 +187,6 @@ class TableOptions:
       ttl: as for ``HashSpec``.
       dtype: of the rows.
 
-    Raises:
-      ConfigError: a row without values.
-
     Example:
       >>> options = TableOptions(16, 1 << 30, Initial("normal", 0.05), eviction="lfu")
       >>> options.shard("ads", (), 2).capacity_bytes == 1 << 29
@@ -185,12 +200,6 @@ class TableOptions:
     eviction: Eviction = "lru"
     ttl: int = 0
     dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        if self.dim < 1:
-            raise ConfigError(
-                f"a hash table has dim={self.dim}; a row has 1 value or more"
-            )
 
     def shard(self, name: str, slots: tuple[Column, ...], shards: int) -> HashSpec:
         """Returns what one of ``shards`` shards is.

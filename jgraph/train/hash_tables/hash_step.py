@@ -71,12 +71,19 @@ def table_specs(
       shards: given the budget of a table, in how many it is cut; 0: nothing holds it.
 
     Raises:
-      ConfigError: see ``slot_columns`` and ``ModelTable.spec``.
+      ConfigError: a table is not trained; see ``slot_columns`` and
+        ``ModelTable.spec``.
     """
     parameters = [name for name in groups if name.startswith("params/")]
     opt = [name for name in groups if name.startswith("opt/")]
     specs = {}
     for table in tables:
+        if table.rows not in parameters:
+            raise ConfigError(
+                f"wrt leaves out {table.rows.partition('/')[2]}, which is of a hash "
+                "table: its rows are made as they are trained; let wrt select it, and "
+                "freeze it with optax.multi_transform and optax.set_to_zero"
+            )
         mine = {n: name for n, name in enumerate(opt) if groups[name] == table.rows}
         number = parameters.index(table.rows)
         if count := shards(table.options.capacity_bytes):

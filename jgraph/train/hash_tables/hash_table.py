@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jgraph.errors import ConfigError
 from jgraph.graph.rows.find_keys import find_keys
 from jgraph.graph.rows.hash_keys import Keys, as_pairs, join_keys, split_keys
 from jgraph.graph.rows.hash_spec import Admission, Eviction, Initial, TableOptions
 from jgraph.runtime.store.hash_policy import rows_within
+from jgraph.train.counts import is_count
 from jgraph.train.hash_tables.hash_step import ModelTable
 from jgraph.view import markup
 
@@ -79,16 +81,28 @@ class HashTable(nnx.Module):
         ttl: int = 0,
         dtype: Any = jnp.float32,
     ) -> None:
+        for name, value, least, what in (
+            ("dim", dim, 1, "a row has 1 value or more"),
+            ("capacity_bytes", capacity_bytes, 1, "give whole bytes, such as 1 << 30"),
+            ("ttl", ttl, 0, "give whole updates, with eviction='ttl' only"),
+        ):
+            if not is_count(value, least):
+                raise ConfigError(f"a hash table has {name}={value!r:.40}; {what}")
         if not isinstance(initializer, Initial):
-            initializer = Initial(scale=float(initializer))
+            initializer = _number(initializer)
+        if not isinstance(admission, Admission | None):
+            raise ConfigError(
+                f"a hash table has admission={admission!r:.40}; give "
+                "jg.Admission(sightings=2), or nothing"
+            )
         self.options = TableOptions(
-            dim=dim,
-            capacity_bytes=capacity_bytes,
+            dim=int(dim),
+            capacity_bytes=int(capacity_bytes),
             initial=initializer,
             admission=admission or Admission(),
             eviction=eviction,
-            ttl=ttl,
-            dtype=jnp.dtype(dtype).name,
+            ttl=int(ttl),
+            dtype=_float_name(dtype),
         )
         rows_within(self.options.shard("", (), 1))
         self.rows = nnx.Param(jnp.zeros((1, dim), dtype))
@@ -115,7 +129,7 @@ class HashTable(nnx.Module):
         # Of a single id JAX would write another gather, also under vmap.
         rows: jax.Array = self.rows[...]
         vectors = rows.at[jnp.atleast_1d(places)].get(mode="promise_in_bounds")
-        return vectors.reshape(*places.shape, -1)
+        return vectors.reshape(*places.shape, rows.shape[-1])
 
     def with_rows(self, keys: Keys, rows: Any) -> "HashTable":
         """Returns a table of these rows; ids without one read zeros.
@@ -124,6 +138,9 @@ class HashTable(nnx.Module):
           keys: int64[n], each once.
           rows: ``[n, dim]``.
 
+        Raises:
+          ConfigError: others.
+
         Example:
           >>> table = HashTable(dim=2, capacity_bytes=1 << 20)
           >>> full = table.with_rows(np.array([7, -5]), [[1.0, 1.0], [2.0, 2.0]])
@@ -131,9 +148,17 @@ class HashTable(nnx.Module):
           [[2.0, 2.0], [0.0, 0.0]]
         """
         # Pairs are in order of their high half, as unsigned numbers.
-        order = np.argsort(np.asarray(keys, np.int64).view(np.uint64))
-        values = np.asarray(rows, self.rows.dtype)[order]
-        pairs = split_keys(np.asarray(keys)[order])
+        numbers = join_keys(split_keys(keys))
+        values = np.asarray(rows, self.rows.dtype)
+        count = len(np.unique(numbers))
+        if numbers.shape != (count,) or values.shape != (count, self.options.dim):
+            raise ConfigError(
+                f"a hash table is given {count} different keys of the shape "
+                f"{numbers.shape} and rows of {values.shape}; give int64[n], each once,"
+                f" and a row of {self.options.dim} values for each"
+            )
+        order = np.argsort(numbers.view(np.uint64))
+        values, pairs = values[order], split_keys(numbers[order])
         table: HashTable = nnx.clone(self)
         table.rows = nnx.Param(jnp.pad(values, ((1, 0), (0, 0))))
         table._know(jnp.pad(pairs, ((1, 0), (0, 0))))
@@ -146,6 +171,39 @@ class HashTable(nnx.Module):
     def _repr_html_(self) -> str:
         counts = {"rows here": len(self.known[...]) - 1}
         return markup.facts("HashTable", {**asdict(self.options), **counts})
+
+
+def _number(initializer: Any) -> Initial:
+    """Returns what makes rows of one number.
+
+    Raises:
+      ConfigError: it is none.
+    """
+    try:
+        return Initial(scale=float(initializer))
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"a hash table has initializer={initializer!r:.60}; its rows are made on "
+            "parameter servers, without code of yours: give a number, or "
+            "jg.Initial('normal', 0.05)"
+        ) from None
+
+
+def _float_name(dtype: Any) -> str:
+    """Returns the name of a dtype.
+
+    Raises:
+      ConfigError: it is none, or has no gradients.
+    """
+    try:
+        if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            return str(jnp.dtype(dtype))
+    except TypeError:
+        pass
+    raise ConfigError(
+        f"a hash table has dtype={dtype!r:.40}; give one of floating point, such as "
+        "jnp.float32"
+    )
 
 
 def nnx_tables(model: nnx.Module) -> list[ModelTable]:

@@ -49,7 +49,13 @@ def embedding_bag(
       >>> embedding_bag(table, jnp.array([[0, 2], [1, -1], [-1, -1]])).tolist()
       [[2.5], [2.0], [0.0]]
     """
-    ids = jnp.asarray(ids)
+    try:
+        ids = jnp.asarray(ids)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"ids are a {type(ids).__name__} that is no array of numbers; pad bags of "
+            "different lengths with -1"
+        ) from None
     if combiner not in _COMBINERS:
         raise ConfigError(f"combiner is {combiner!r:.60}; it is one of {_COMBINERS}")
     if not (jnp.issubdtype(ids.dtype, jnp.integer) and ids.ndim):
@@ -58,8 +64,8 @@ def embedding_bag(
         )
     if max_norm is not None and not max_norm > 0:
         raise ConfigError(f"max_norm is {max_norm}; it is a number above 0, or None")
-    if weights is None:
-        weights = jnp.ones(ids.shape, table.dtype)
+    table = jnp.asarray(table)
+    weights = jnp.ones(ids.shape) if weights is None else jnp.asarray(weights)
     if weights.shape != ids.shape:
         raise ConfigError(
             f"weights have the shape {weights.shape} and ids {ids.shape}; give one "

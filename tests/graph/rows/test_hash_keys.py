@@ -61,8 +61,10 @@ def test_ids_that_are_no_whole_numbers_are_refused(ids: Any) -> None:
 
 
 def test_unsigned_ids_that_are_no_pairs_are_refused() -> None:
-    with pytest.raises(GraphError, match=r"uint32\[3\]; unsigned ids are given as pa"):
-        as_pairs(jnp.arange(3, dtype=jnp.uint32))
+    ids = np.arange(3, dtype=np.uint32)
+    for numbers in (ids, jnp.asarray(ids)):
+        with pytest.raises(GraphError, match=r"\[3\]; unsigned ids are given as pairs"):
+            as_pairs(numbers)
 
 
 @settings(deadline=None, max_examples=50)

@@ -104,8 +104,12 @@ def test_initial_rows_are_the_same_in_every_release() -> None:
     ("make", "says"),
     [
         (lambda: Initial("glorot"), "no initializer 'glorot'"),  # type: ignore[arg-type]
+        (lambda: Initial(scale="1"), "scale='1' and seed=0; give"),  # type: ignore[arg-type]
+        (lambda: Initial(seed=2**63), "give a number, and a whole one below"),
         (lambda: Admission(sightings=0), "after 0 sightings"),
+        (lambda: Admission(sightings=1.5), "after 1.5 sightings"),  # type: ignore[arg-type]
         (lambda: Admission(probability=1.5), "probability 1.5"),
+        (lambda: Admission(probability="1"), "probability '1'"),  # type: ignore[arg-type]
         (
             lambda: HashSpec("ads", (Column("rows", 2),), 1000, eviction="fifo"),  # type: ignore[arg-type]
             "'ads' has eviction='fifo'; use 'lru'",

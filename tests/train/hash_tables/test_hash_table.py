@@ -70,6 +70,13 @@ def test_options_are_those_given() -> None:
         ({"capacity_bytes": 20}, "has 20 bytes for a shard, and one row .* takes"),
         ({"eviction": "fifo"}, "eviction='fifo'; use 'lru'"),
         ({"eviction": "ttl"}, "ttl=0; give ttl"),
+        ({"eviction": "ttl", "ttl": 1.5}, "ttl=1.5; give whole updates"),
+        ({"dim": 8.5}, "dim=8.5; a row has 1 value or more"),
+        ({"capacity_bytes": "1 MB"}, "capacity_bytes='1 MB'; give whole bytes"),
+        ({"initializer": nnx.initializers.normal()}, "give a number, or jg.Initial"),
+        ({"admission": 2}, r"admission=2; give jg.Admission\(sightings=2\)"),
+        ({"dtype": "int32"}, "dtype='int32'; give one of floating point"),
+        ({"dtype": "f33"}, "dtype='f33'; give one of floating point"),
     ],
 )
 def test_table_that_cannot_be_is_refused(options: Any, says: str) -> None:
@@ -85,6 +92,37 @@ def test_trainer_refuses_a_table_whose_rows_it_would_not_train() -> None:
     ids = np.arange(8, dtype=np.int32)
     with pytest.raises(ConfigError, match="rows is a hash table, which lives on"):
         trainer.fit({"ids": ids}, steps=1, batch_size=4, progress=False)
+
+
+def test_trainer_refuses_a_table_that_wrt_leaves_out() -> None:
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.ads = HashTable(4, 1 << 20)
+            self.scale = nnx.Param(jnp.ones(4))
+
+    def loss(model: Model, batch: Any) -> Any:
+        return (model.ads(batch["ids"]) * model.scale[...]).mean()
+
+    wrt = nnx.All(nnx.Param, nnx.PathContains("scale"))
+    trainer = Trainer(Model(), loss, optax.sgd(0.1), wrt=wrt)
+    with pytest.raises(
+        ConfigError, match="wrt leaves out ads/rows, which is of a hash"
+    ):
+        trainer.fit({"ids": np.arange(8)}, steps=1, batch_size=4, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows"), [([7, 7], ROWS[:2]), ([7, 8], ROWS), ([7], ROWS[:1, :1])]
+)
+def test_rows_that_are_not_one_for_each_key_are_refused(keys: Any, rows: Any) -> None:
+    with pytest.raises(ConfigError, match="each once, and a row of 2 values for each"):
+        HashTable(2, 1 << 20).with_rows(keys, rows)
+
+
+def test_no_ids_have_no_rows() -> None:
+    table = HashTable(2, 1 << 20)
+    assert table(split_keys([])).shape == (0, 2)
+    assert table(split_keys(np.zeros((3, 0), np.int64))).shape == (3, 0, 2)
 
 
 def test_float_ids_are_refused() -> None:

@@ -167,6 +167,8 @@ def test_other_ids_without_a_row_are_errors(bad: int) -> None:
         (IDS, None, "max", "combiner is 'max'; it is one of"),
         (IDS.astype(np.float32), None, "sum", r"ids are float32\[4, 3\]"),
         (IDS, WEIGHTS[:2], "sum", "one weight per id"),
+        (IDS, WEIGHTS[:2].tolist(), "sum", "one weight per id"),
+        ([[0, 1], [2]], None, "sum", "a list that is no array .* different lengths"),
     ],
 )
 def test_bad_bags_are_refused(
