@@ -211,16 +211,17 @@ class TrainerBuild:
         self.renew(lambda parts: parts[1].state.load(values, position))
 
     def renew(self, fill: Callable[[Built], object]) -> Built:
-        """Makes all anew, after tasks were started again: in a container of its own.
+        """Makes all anew, after tasks were started again, in the container of before.
 
-        Nobody sees the new parts before they are filled: there are no initial values to
-        see.
+        So who serves the model finds it again. Nobody sees the new parts before they
+        are filled: they have no initial values to see.
 
         Args:
           fill: gives the variables their values.
         """
+        container = self.build()[0].container
         self._drop(self._parts, self.evaluator_task)
-        parts, evaluator_task = self._make(self.trained_on)
+        parts, evaluator_task = self._make(self.trained_on, container)
         try:
             fill(parts)
         except BaseException:

@@ -21,7 +21,7 @@ from jgraph.graph.rows.rows import id_text
 from jgraph.serving.answering import Answered
 from jgraph.serving.live.batch_code import SHORT_S, BatchCode, BatchIds, LookedUp
 from jgraph.serving.live.live_options import OnLoss
-from jgraph.serving.live.parameters import DenseCopy, Parameters
+from jgraph.serving.live.parameters import DenseCopy, Parameters, why_lost
 from jgraph.serving.live.table_rows import TableRows
 from jgraph.serving.signature import Array, Signature
 
@@ -248,7 +248,7 @@ class LiveFunction:
 
 def _lost(task: str, error: JGError) -> TaskLostError:
     return TaskLostError(
-        f"{task}, which has parameters of this model, does not answer "
+        f"{task}, which has parameters of this model, {why_lost(error)} "
         f"({error.code}); ask again when it is there",
         task=task,
     )

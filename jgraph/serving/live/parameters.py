@@ -24,7 +24,12 @@ from jgraph.client.values import in_pieces, joined, types_of, values_of
 from jgraph.clock import Clock
 from jgraph.cluster import event_loop
 from jgraph.cluster.deadlines import bulk_timeout_s
-from jgraph.errors import ClusterBusyError, JGError, OverloadedError
+from jgraph.errors import (
+    ClusterBusyError,
+    JGError,
+    OverloadedError,
+    UninitializedError,
+)
 from jgraph.graph.device import DeviceSpec
 from jgraph.graph.ir import TaskName, VariableKey
 from jgraph.graph.rows.rows import unique_rows
@@ -95,6 +100,13 @@ class Parameters(Protocol):
 
     def close(self) -> None:
         """Drops what is held for this on other tasks."""
+
+
+def why_lost(error: JGError) -> str:
+    """Returns what became of a task that gives no parameters, in words."""
+    if isinstance(error, UninitializedError):
+        return "has no values of this model: its Trainer was closed, or fills them anew"
+    return "does not answer"
 
 
 def read_first(parameters: Parameters) -> None:
@@ -344,9 +356,8 @@ class RemoteParameters:
     def _lose(self, server: _Server, error: JGError) -> None:
         if server.error is None:
             _LOG.warning(
-                "%s does not answer, and what is served of it stays as it was: %s",
-                server.task,
-                error,
+                "%s %s, and what is served of it stays as it was: %s",
+                *(server.task, why_lost(error), error),
             )
         server.error = error
 

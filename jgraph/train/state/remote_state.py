@@ -227,7 +227,11 @@ class RemoteState:
         """Gives the variables their values, unless they have some.
 
         With ``again`` also if that was done: a task may have been started again.
+
+        Raises:
+          ConfigError: the Trainer was closed.
         """
+        self._check_open()
         if again or not self._is_initialized:
             self.session.initialize(self.step.plain)
             self._is_initialized = True

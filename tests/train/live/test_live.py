@@ -326,6 +326,29 @@ def test_answers_go_on_without_a_ps_and_are_of_now_when_it_is_back(lost: Lost) -
             assert live.predict(known)["score"].tolist() == [0.0, 0.0, 0.0]
 
 
+def test_a_model_is_served_on_when_it_trains_again_after_a_task_was_lost() -> None:
+    servers, worker = Servers(ps=1, worker=2), "/job:worker/task:1"
+    target = servers.server("/job:worker/task:0").target
+    with connect(target, timeout_s=20) as cluster:
+        trainer = trained(cluster)
+        with served(trainer) as live:
+            servers.lose(worker)
+            servers.start_again(worker)
+            assert cluster.wait_for_tasks(20)
+            run = trainer.fit(batch(64), steps=3, batch_size=16, progress=False)
+            assert live.refresh().freshness().step == run.steps
+            x = batch(3)
+            expected = trainer.predict(x, fn=score)["score"]
+            assert np.allclose(live.predict(x)["score"], expected, rtol=1e-5)
+            trainer.close()
+            assert live.refresh().freshness().lost == ("/job:ps/task:0",)
+            with pytest.raises(TaskLostError, match="its Trainer was closed"):
+                live.predict(x | {"user": (x["user"] + 1) % USERS})
+        with pytest.raises(ConfigError, match="this Trainer was closed"):
+            served(trainer)
+    servers.stop()
+
+
 @pytest.mark.nightly
 @pytest.mark.procs
 @pytest.mark.timeout(300)
