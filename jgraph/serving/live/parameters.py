@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias, final
 
@@ -105,7 +105,7 @@ class Parameters(Protocol):
 def why_lost(error: JGError) -> str:
     """Returns what became of a task that gives no parameters, in words."""
     if isinstance(error, UninitializedError):
-        return "has no values of this model: its Trainer was closed, or fills them anew"
+        return "has no values of them: its Trainer was closed, or they lie elsewhere"
     return "does not answer"
 
 
@@ -158,6 +158,8 @@ class RemoteParameters:
       cache_rows: of each table, rows that are kept for when its server is lost.
       threads: where what blocks is done.
       clock: for ages.
+      newest: returns all variables of the model, in a new list once they lie elsewhere;
+        None: they stay where they are.
     """
 
     def __init__(
@@ -169,7 +171,10 @@ class RemoteParameters:
         cache_rows: int,
         threads: Executor,
         clock: Clock,
+        newest: Callable[[], Sequence[Variable]] | None = None,
     ) -> None:
+        self._newest = newest
+        self._variables = None if newest is None else newest()
         self._cluster = cluster
         self._session = cluster.session()
         self._threads = threads
@@ -185,7 +190,7 @@ class RemoteParameters:
             for name, table in tables.items()
             if cache_rows
         }
-        self._servers = self._found()
+        self._servers = self._found(self._dense, tables)
 
     @property
     def copy(self) -> DenseCopy:
@@ -200,10 +205,12 @@ class RemoteParameters:
 
     # ------------------------------------------------------------ programs
 
-    def _found(self) -> dict[TaskName, _Server]:
+    def _found(
+        self, dense: Sequence[Variable], tables: Mapping[str, LiveTable]
+    ) -> dict[TaskName, _Server]:
         """Returns who has what, and the programs that ask for it."""
-        arrays = [t.variable for t in self._tables.values() if not t.is_hashed]
-        tasks = self._session.variable_tasks([*self._dense, *arrays])
+        arrays = [t.variable for t in tables.values() if not t.is_hashed]
+        tasks = self._session.variable_tasks([*dense, *arrays])
         servers: dict[TaskName, _Server] = {}
 
         def at(shard: Variable) -> _Server:
@@ -211,13 +218,13 @@ class RemoteParameters:
             task = tasks.get(shard.spec.key) or TaskName(str(shard.device.task_name))
             return servers.setdefault(task, _Server(task))
 
-        for variable in self._dense:
+        for variable in dense:
             for shard in variable.shards:
                 at(shard).dense.append(shard)
-        for name, table in self._tables.items():
+        for name, table in tables.items():
             for number, shard in enumerate(table.variable.shards):
                 at(shard).shards.append((name, number, shard))
-        sizes = range(max((len(t.counts) for t in self._tables.values()), default=0))
+        sizes = range(max((len(t.counts) for t in tables.values()), default=0))
         for server in servers.values():
             server.reads = self._reads(server)
             if server.shards:
@@ -296,12 +303,46 @@ class RemoteParameters:
 
         return self._program(server, "serve_rows", lookup, shards, *wanted).peeking()
 
-    def _register(self, server: _Server) -> None:
-        """Gives a server its programs; it may have been started again."""
+    def _ready_at(self, variables: Sequence[Variable]) -> dict[TaskName, _Server]:
+        """Returns who has the variables by now, with programs that ask for them."""
+        servers = self._found(*self._among(variables))
+        for server in servers.values():
+            with suppress(JGError):  # the next copy says that it is lost
+                self._register(server)
+        return servers
+
+    def _among(
+        self, variables: Sequence[Variable]
+    ) -> tuple[list[Variable], dict[str, LiveTable]]:
+        by_name = {variable.name: variable for variable in variables}
+        dense = [by_name[variable.name] for variable in self._dense]
+        tables = self._tables.items()
+        return dense, {n: replace(t, variable=by_name[n]) for n, t in tables}
+
+    async def _follow(self) -> None:
+        """Asks for the variables where they lie by now, if that is elsewhere."""
+        if self._newest is None or (new := self._newest()) is self._variables:
+            return
+        loop, before = asyncio.get_running_loop(), self._servers
+        try:
+            servers = await loop.run_in_executor(self._threads, self._ready_at, new)
+        except JGError as error:
+            _LOG.info("Where the parameters lie is asked again: %s", error)
+            return
+        self._dense, self._tables = self._among(new)
+        self._servers, self._variables = servers, new
+        for server in before.values():
+            await loop.run_in_executor(self._threads, self._forget, server)
+
+    def _forget(self, server: _Server) -> None:
         for handle in server.handles:
             with suppress(JGError, ValueError):
                 self._session.unregister(handle)
         server.handles = []
+
+    def _register(self, server: _Server) -> None:
+        """Gives a server its programs; it may have been started again."""
+        self._forget(server)
         programs = [*server.reads, *server.lookups]
         server.handles = [self._session.register(one) for one in programs]
         server.address = self._cluster.find(server.task)
@@ -321,6 +362,7 @@ class RemoteParameters:
 
     async def refresh(self) -> None:
         """See ``Parameters.refresh``."""
+        await self._follow()
         at = self._clock.now()
         read = await asyncio.gather(*map(self._read, self._servers.values()))
         if None in read:

@@ -1,7 +1,7 @@
 """Live model: a model server that answers with parameters while these are trained."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self, TypeAlias, final
@@ -219,11 +219,13 @@ class LiveSource:
       step: the variables of the run.
       state: their values.
       cluster: where they are; None: in this process.
+      newest: returns the variables as they lie by now.
     """
 
     step: TrainStep
     state: RunState
     cluster: Cluster | None
+    newest: Callable[[], Sequence[Variable]]
 
 
 @final
@@ -282,6 +284,7 @@ class TriedModel:
             rows,
             self.threads,
             self.clock,
+            source.newest,
         )
 
     def _try(self, name: str, options: LiveOptions) -> None:

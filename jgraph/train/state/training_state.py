@@ -170,8 +170,11 @@ class TrainingState:
 
     def live_source(self) -> LiveSource:
         """See ``Result.live_source``."""
-        step, runner, _ = self._parts.build()
-        return LiveSource(step, runner.state, self._parts.cluster)
+        parts = self._parts
+        step, runner, _ = parts.build()
+        return LiveSource(
+            step, runner.state, parts.cluster, lambda: parts.build()[0].variables
+        )
 
     def load_values(self, values: Sequence[Any], position: Position) -> None:
         """See ``Result.load_values``."""

@@ -349,6 +349,30 @@ def test_a_model_is_served_on_when_it_trains_again_after_a_task_was_lost() -> No
     servers.stop()
 
 
+@pytest.mark.procs
+@pytest.mark.timeout(120)
+def test_a_model_is_served_on_when_its_run_has_more_parameter_servers() -> None:
+    strategy = jg.AsyncPS(elastic=jg.Elastic(ps=(1, 2)))
+    with jg.LocalCluster(ps=1, workers=1, elastic=True) as cluster:
+        trainer = jg.Trainer(
+            Ctr(nnx.Rngs(0)),
+            loss,
+            optax.adagrad(0.1),
+            cluster=cluster,
+            strategy=strategy,
+        )
+        options: dict[str, Any] = {"progress": False, "block": False}
+        run = trainer.fit(batch(64), steps=10**6, batch_size=16, **options)
+        with served(trainer, cache_rows=0) as live:
+            cluster.scale(ps=2)
+            run.stop()
+            run.wait()
+            assert live.refresh().freshness().lost == ()
+            x = batch(3)
+            expected = trainer.predict(x, fn=score)["score"]
+            assert np.allclose(live.predict(x)["score"], expected, rtol=1e-5)
+
+
 @pytest.mark.nightly
 @pytest.mark.procs
 @pytest.mark.timeout(300)
