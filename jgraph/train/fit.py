@@ -111,6 +111,7 @@ class Fit:
             error = caught
             self.run.fails(caught)
         runner, steps = attempt.runner, self.history.steps
+        self.history.members, self.history.rounds = runner.members(), runner.rounds()
         try:
             for callback in self.callbacks:
                 hook(callback, "end", self.run)
@@ -165,8 +166,6 @@ class Fit:
             seconds = 0.0 if report is None else report.seconds
             self.history.add_epsilon(updates, seconds, spending.epsilon)
         self.history.staleness = runner.staleness()
-        self.history.members = runner.members()
-        self.history.rounds = runner.rounds()
         self.history.events = runner.state.events()
         return values, runner.position()
 

@@ -301,6 +301,9 @@ def test_run_without_a_checkpoint_ends_and_says_so(
         f"no checkpoint of this run is there yet; there is no checkpoint in {tmp_path}"
         in str(caught.value)
     )
+    assert trainer.run is not None
+    took_part = {member.task for member in trainer.run.members()}
+    assert took_part == set(cluster.tasks("worker"))
     assert cluster.wait_for_tasks(30)
 
 
