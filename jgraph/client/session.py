@@ -79,6 +79,10 @@ class Session:
         placement: "AutoPlacement | None" = None,
     ) -> None:
         check_platforms(platforms)
+        if placement is not None and not hasattr(placement, "planner"):
+            raise ConfigError(
+                f"placement is {placement!r:.60}; give what jg.auto(cluster) returns"
+            )
         self._cluster = cluster
         self.container = container
         self._variables = VariableDirectory(

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, TypeAlias, final
 from weakref import WeakKeyDictionary
 
@@ -152,6 +153,11 @@ def auto(
       (32.0, ['/job:worker/task:0'])
       >>> server.stop()
     """
+    if not isinstance(cluster, Connection):
+        raise ConfigError(
+            f"cluster of jg.auto is {cluster!r:.60}; give what jg.connect("
+            "'jgraph://host:port') or jg.LocalCluster(…) returns"
+        )
     task_names = _tasks(cluster, tasks)
     limits = _limits(cluster, memory_limit, task_names)
     if cost_model is None:
@@ -182,6 +188,11 @@ def _tasks(
     tasks = cluster.tasks()
     if selection is None:
         return tuple(cluster.tasks("worker") or tasks)
+    if isinstance(selection, str):
+        raise ConfigError(
+            f"tasks of jg.auto is {selection!r:.60}; give a list of names, for example "
+            f"tasks=[{tasks[0]!r}]"
+        )
     unknown = [task for task in selection if task not in tasks]
     if unknown:
         raise UnknownDeviceError(
@@ -214,8 +225,14 @@ def _limits(
                 f"have; it has {', '.join(cluster_tasks)}",
                 tasks=cluster_tasks,
             )
-        if nbytes <= 0:
+        if not _is_count(nbytes):
             raise ConfigError(
-                f"memory_limit of {task} is {nbytes}; give bytes, for example 8 << 30"
+                f"memory_limit of {task} is {nbytes!r:.40}; give bytes, for example "
+                "8 << 30"
             )
     return {TaskName(task): nbytes for task, nbytes in limits.items()}
+
+
+def _is_count(nbytes: object) -> bool:
+    is_whole = isinstance(nbytes, Integral) and not isinstance(nbytes, bool)
+    return is_whole and nbytes > 0  # type: ignore[operator]

@@ -114,6 +114,9 @@ def test_a_step_that_fits_nowhere_is_refused_before_it_is_sent(cluster: Any) -> 
         ({"tasks": ["/job:worker/task:9"]}, UnknownDeviceError),
         ({"memory_limit": {"/job:gpu/task:0": 5}}, UnknownDeviceError),
         ({"memory_limit": 0}, ConfigError),
+        ({"memory_limit": "8 GB"}, ConfigError),
+        ({"memory_limit": float("nan")}, ConfigError),
+        ({"tasks": "/job:worker/task:0"}, ConfigError),
         ({"cost_model": model([TaskName("/job:worker/task:0")])}, ConfigError),
         ({"cost_model": "links.json"}, ConfigError),
     ],
@@ -123,6 +126,13 @@ def test_options_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(error):
         jg.auto(cluster, **{"cost_model": model(cluster.tasks()), **options})
+
+
+def test_what_is_no_cluster_and_no_placement_is_refused(cluster: Any) -> None:
+    with pytest.raises(ConfigError, match=r"give what jg\.connect\('jgraph://"):
+        jg.auto("jgraph://127.0.0.1:1")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"give what jg\.auto\(cluster\) returns"):
+        cluster.session(placement="auto")
 
 
 @pytest.mark.nightly
