@@ -169,22 +169,21 @@ class AutoScaling:
             sample = self._ps_meter.added(sample)
         try:
             act = self._policy.handle(sample)
-            wanted = sample.workers if act is None else int(act.workers)
-            ps = None if act is None or not sample.ps else act.ps
+            wanted, ps = sample.workers, sample.ps
+            if act is not None and int(act.workers) != wanted:
+                wanted = _within(int(act.workers), self._least, self._most)
+            if act is not None and act.ps is not None and ps and self._ps_bounds:
+                ps = _within(int(act.ps), *self._ps_bounds)
         except Exception:  # noqa: BLE001  # of the user's own policy
             _LOG.exception(
                 "the policy of run '%s' failed; it decides no more", self._run
             )
             self._stop.set()
             return
-        if act is not None and ps is not None and self._ps_bounds is not None:
-            least, most = self._ps_bounds
-            if (ps := min(max(ps, least), most)) != sample.ps:
-                self._act(act, "ps", sample.ps, ps)
-                return
+        if act is not None and ps != sample.ps:
+            self._act(act, "ps", sample.ps, ps)
+            return
         if act is not None and wanted != sample.workers:
-            wanted = max(wanted, self._least)
-            wanted = wanted if self._most is None else min(wanted, self._most)
             self._act(act, "workers", sample.workers, wanted)
             return
         reason = str(getattr(self._policy, "reason", ""))
@@ -213,6 +212,11 @@ class AutoScaling:
                 text = f"run '{self._run}' was not scaled to {wanted} {what}: {error}"
                 self._cluster.notes.note("scaled", text, level=logging.WARNING)
         self._meter.begin(self._clock.now())
+
+
+def _within(count: int, least: int, most: int | None) -> int:
+    count = max(count, least)
+    return count if most is None else min(count, most)
 
 
 def scaling_of(

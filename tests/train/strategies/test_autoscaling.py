@@ -99,12 +99,12 @@ def test_a_policy_lets_workers_join_and_leave_within_the_bounds(
     cluster: Here, strategy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(autoscaling, "WINDOW_S", 0.6)
-    policy = Told(9, 1)
+    policy = Told(9, 9, 1)  # the second asks for no more than there may be
     trainer, run = begun(cluster, policy, strategy)
-    wait_until(lambda: len(policy.samples) >= 3)
+    wait_until(lambda: len(policy.samples) >= 4)
     run.stop()
     run.wait(30)
-    assert [sample.workers for sample in policy.samples[:3]] == [1, 2, 1]
+    assert [sample.workers for sample in policy.samples[:4]] == [1, 2, 2, 1]
     assert all(sample.batches_per_s > 0 for sample in policy.samples)
     told = [event.text for event in cluster.events() if event.kind == "scaled"]
     assert [text.partition("is scaled ")[2] for text in told] == [
