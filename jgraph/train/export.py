@@ -26,6 +26,7 @@ from flax.core import meta, unfreeze
 from jgraph import _compat
 from jgraph.client.session import Session
 from jgraph.cluster.wait_message import show_wait
+from jgraph.counts import is_share
 from jgraph.errors import (
     ArtifactError,
     CallbackError,
@@ -51,7 +52,6 @@ from jgraph.serving.signature import (
     Signature,
     TensorSpec,
 )
-from jgraph.train.counts import is_share
 from jgraph.train.export_live import export_live
 from jgraph.train.export_program import export_program, refuse_for_tasks
 from jgraph.train.hash_tables.hash_table import linen_tables, nnx_tables

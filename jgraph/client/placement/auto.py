@@ -2,13 +2,13 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from typing import Any, TypeAlias, final
 from weakref import WeakKeyDictionary
 
 from jgraph.client.connection import Connection
 from jgraph.client.placement.measuring import MEASURE_S, measure
 from jgraph.cluster.wait_message import show_wait
+from jgraph.counts import is_count
 from jgraph.errors import ConfigError, UnknownDeviceError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.auto.auto import AutoPlanner, Prediction
@@ -225,14 +225,9 @@ def _limits(
                 f"have; it has {', '.join(cluster_tasks)}",
                 tasks=cluster_tasks,
             )
-        if not _is_count(nbytes):
+        if not is_count(nbytes, 1):
             raise ConfigError(
                 f"memory_limit of {task} is {nbytes!r:.40}; give bytes, for example "
                 "8 << 30"
             )
     return {TaskName(task): nbytes for task, nbytes in limits.items()}
-
-
-def _is_count(nbytes: object) -> bool:
-    is_whole = isinstance(nbytes, Integral) and not isinstance(nbytes, bool)
-    return is_whole and nbytes > 0  # type: ignore[operator]

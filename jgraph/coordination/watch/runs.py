@@ -139,12 +139,12 @@ class RunSeen:
             task: str(why)
             for task, why in (reasons.items() if isinstance(reasons, Mapping) else ())
         }
-        number_, void = int(number(fact, "number")), text(fact, "void")
-        tries = self.rounds[number_]["void"] if number_ in self.rounds else ()
+        at, void = int(number(fact, "number")), text(fact, "void")
+        tries = self.rounds[at]["void"] if at in self.rounds else ()
         wait_s = round(number(fact, "wait_s"), 3)
         row = _round(members, dropped, wait_s, [*tries, *([void] * bool(void))])
         self._count(row, 1)
-        self.rounds[number_] = row
+        self.rounds[at] = row
         self._cut_rounds()
 
     def _take_own_rounds(self, task: str, fact: Fact) -> None:
@@ -249,8 +249,12 @@ def _round(
     void: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Returns a round: its clients, and why tries of it were given up."""
-    found = {"members": members, "dropped": dropped, "wait_s": wait_s}
-    return {**found, "void": list(void)}
+    return {
+        "members": members,
+        "dropped": dropped,
+        "wait_s": wait_s,
+        "void": list(void),
+    }
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,22 +5,14 @@ user. The keys are any int64; a row belongs to its key, in whichever shard.
 """
 
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
 from typing import Literal, TypeAlias, final
 
+from jgraph.counts import is_count, is_number, is_share
 from jgraph.errors import ConfigError
 from jgraph.view import markup
 
 Kind: TypeAlias = Literal["constant", "normal", "uniform"]
 Eviction: TypeAlias = Literal["lru", "lfu", "ttl"]
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral)  # NumPy's too
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real)
 
 
 @final
@@ -49,8 +41,8 @@ class Initial:
                 f"there is no initializer '{self.kind}' for a hash table; use "
                 "'constant', 'normal' or 'uniform'"
             )
-        is_seed = _is_whole(self.seed) and abs(self.seed) < 2**63
-        if not (_is_number(self.scale) and is_seed):
+        is_seed = is_count(self.seed, 1 - 2**63) and self.seed < 2**63
+        if not (is_number(self.scale) and is_seed):
             raise ConfigError(
                 f"an initializer of a hash table has scale={self.scale!r:.40} and "
                 f"seed={self.seed!r:.40}; give a number, and a whole one below 2**63"
@@ -103,14 +95,12 @@ class Admission:
     probability: float = 1.0
 
     def __post_init__(self) -> None:
-        is_count = _is_whole(self.sightings)
-        if not (is_count and 1 <= self.sightings <= 255):
+        if not (is_count(self.sightings, 1) and self.sightings <= 255):
             raise ConfigError(
                 f"admission after {self.sightings!r:.40} sightings; give 1 (at once) "
                 "to 255"
             )
-        is_number = _is_number(self.probability)
-        if not (is_number and 0 < self.probability <= 1):
+        if not (is_share(self.probability) and self.probability > 0):
             raise ConfigError(
                 f"admission with probability {self.probability!r:.40}; give more than "
                 "0 and at most 1"

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar, final
 
 import numpy as np
 
+from jgraph.counts import as_ints
 from jgraph.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -40,7 +41,6 @@ from jgraph.runtime.files.step_files import (
 )
 from jgraph.runtime.files.writer_lease import WriterLease
 from jgraph.train.checkpoint import checkpoint
-from jgraph.train.counts import as_ints
 from jgraph.train.model.trees import Tree
 from jgraph.train.state.runner import Position
 from jgraph.view import markup

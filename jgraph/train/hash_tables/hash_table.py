@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jgraph.counts import is_count
 from jgraph.errors import ConfigError
 from jgraph.graph.rows.find_keys import find_keys
 from jgraph.graph.rows.hash_keys import Keys, as_pairs, join_keys, split_keys
 from jgraph.graph.rows.hash_spec import Admission, Eviction, Initial, TableOptions
 from jgraph.runtime.store.hash_policy import rows_within
-from jgraph.train.counts import is_count
 from jgraph.train.hash_tables.hash_step import ModelTable
 from jgraph.view import markup
 

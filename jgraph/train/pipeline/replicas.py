@@ -6,9 +6,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from jgraph.counts import is_count
 from jgraph.errors import PipelineError
 from jgraph.graph.device import as_spec
-from jgraph.train.counts import is_count
 
 TaskArray: TypeAlias = (
     int | Sequence[str] | Sequence[Sequence[str]] | np.ndarray[Any, Any]

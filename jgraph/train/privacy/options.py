@@ -7,8 +7,8 @@ from typing import Final, Literal, TypeAlias, final, get_args
 
 import numpy as np
 
+from jgraph.counts import as_ints, is_count
 from jgraph.errors import ConfigError
-from jgraph.train.counts import as_ints, is_count
 from jgraph.view import markup
 
 Unit: TypeAlias = Literal["example", "client"]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import final
 
 from jgraph.coordination.sync.secure_rounds import SumRule, sum_rule
+from jgraph.counts import as_ints, is_count, is_duration
 from jgraph.errors import ConfigError
-from jgraph.train.counts import as_ints, is_count, is_duration
 from jgraph.view import markup
 
 _LEAST_BITS, _MOST_BITS = 8, 22  # of a float32's 24

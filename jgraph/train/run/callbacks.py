@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterable
 from typing import final
 
+from jgraph.counts import is_amount, is_count
 from jgraph.errors import ConfigError, NonFiniteError
-from jgraph.train.counts import is_amount, is_count
 from jgraph.train.evaluation.evaluations import Copy
 from jgraph.train.run.report import Report
 from jgraph.train.run.run import Run

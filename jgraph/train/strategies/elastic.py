@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, final, get_args
 
+from jgraph.counts import is_count
 from jgraph.errors import ConfigError
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.train.counts import is_count
 from jgraph.train.strategies.autoscale import AutoScale, ScalePolicy, check_policy
 from jgraph.view import markup
 

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 
 from jgraph.coordination.sync.rounds import RoundRule
+from jgraph.counts import as_ints, is_count, is_duration
 from jgraph.errors import ConfigError, hints
 from jgraph.graph.sharding import Partitioner
 from jgraph.plan.placement.spread import PlacementFunction
-from jgraph.train.counts import as_ints, is_count, is_duration
 from jgraph.train.model.optimizer import Optimizer
 from jgraph.train.privacy.options import Privacy, check_privacy
 from jgraph.train.privacy.secure_sum import SecureSum

@@ -6,10 +6,10 @@ from typing import Any, Final, Literal, TypeAlias, final, get_args
 
 import optax
 
+from jgraph.counts import as_ints, is_count, is_duration, is_share
 from jgraph.errors import ConfigError, hints
 from jgraph.graph.sharding import Partitioner
 from jgraph.plan.placement.spread import PlacementFunction
-from jgraph.train.counts import as_ints, is_count, is_duration, is_share
 from jgraph.train.model.optimizer import Optimizer
 from jgraph.train.privacy.options import Privacy, check_privacy
 from jgraph.train.state.durability import Durability

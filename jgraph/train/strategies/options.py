@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, final, get_args
 
+from jgraph.counts import as_ints, is_count
 from jgraph.errors import ConfigError, hints
 from jgraph.graph.sharding import Partitioner
 from jgraph.plan.auto.cost_model import CostModel
 from jgraph.plan.placement.spread import PlacementFunction
-from jgraph.train.counts import as_ints, is_count
 from jgraph.train.privacy.options import Privacy, check_privacy
 from jgraph.train.state.durability import Durability, check_durability
 from jgraph.train.step.compress import GradientDtype, check_gradient_dtype

@@ -1,5 +1,7 @@
 """Numeric options of users: checks, and Python's in place of NumPy's."""
 
+from typing import TypeGuard
+
 import numpy as np
 
 
@@ -10,25 +12,24 @@ def is_count(value: object, least: int) -> bool:
     return bool(value >= least)
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether an option is a number."""
+    return isinstance(value, float | int | np.number) and not isinstance(value, bool)
+
+
 def is_duration(value: object) -> bool:
     """Whether an option is a number of seconds, more than 0."""
-    if isinstance(value, bool) or not isinstance(value, float | int | np.number):
-        return False
-    return bool(value > 0)
+    return is_number(value) and bool(value > 0)
 
 
 def is_amount(value: object) -> bool:
     """Whether an option is a number, 0 or more; not NaN."""
-    if isinstance(value, bool) or not isinstance(value, float | int | np.number):
-        return False
-    return bool(value >= 0)
+    return is_number(value) and bool(value >= 0)
 
 
 def is_share(value: object) -> bool:
     """Whether an option is a part of a whole, from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, float | int | np.number):
-        return False
-    return bool(0 <= value <= 1)
+    return is_number(value) and bool(0 <= value <= 1)
 
 
 def as_ints(options: object, *names: str) -> None:
