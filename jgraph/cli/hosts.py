@@ -450,8 +450,8 @@ def certs(
     as_json: Json = False,
 ) -> None:
     """Make certificates for encrypted connections: one a task, and one for clients."""
-    from jgraph.cluster.spec import ClusterSpec
-    from jgraph.launch.local.processes import check_counts, tasks_of
+    from jgraph.cluster.spec import ClusterSpec, check_counts
+    from jgraph.launch.local.processes import tasks_of
     from jgraph.rpc.security.certificates import make_certificates
 
     if cluster is not None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import typer
 
 from jgraph.cli.options import say
+from jgraph.cluster.spec import check_counts
 from jgraph.errors import JGError, TaskLostError
 from jgraph.launch.hosts import Host, read_hosts
-from jgraph.launch.local.processes import check_counts
 from jgraph.launch.ssh import HostsCluster
 from jgraph.rpc.security.token import home
 

@@ -21,6 +21,12 @@ _CHILDREN = (
     "Let the child processes of SyncPS(dense='xla') listen in the cluster's network, "
     "without TLS."
 )
+OF_CLUSTER = (
+    *("ps", "workers", "port", "jobset", "elastic"),
+    *("ps_cpu", "ps_memory", "worker_cpu", "worker_memory", "worker_gpus"),
+)
+OF_SERVERS = ("replicas", "serve_cpu", "serve_memory", "serve_gpus")
+"""Options of `jgraph k8s render` that mean nothing beside --serve, or without."""
 Called = Annotated[str, typer.Option(help="Name of the cluster.")]
 
 
@@ -101,6 +107,7 @@ def _check_only_joins(
 
 @k8s.command("render")
 def render_k8s(
+    context: typer.Context,
     image: Annotated[
         str, typer.Option(help="Container image of the tasks; see Dockerfile.")
     ],
@@ -170,9 +177,7 @@ def render_k8s(
 
     paths = sorted(certs.iterdir()) if certs else []
     files = {path.name: path.read_bytes() for path in paths if path.is_file()}
-    if serve and (jobset or elastic):
-        option = "--jobset" if jobset else "--elastic"
-        raise ConfigError(f"{option} is of a cluster; leave {option} or --serve away")
+    _check_are_of(context, is_cluster=not serve)
     if serve:
         servers = ModelDeployment(
             image,
@@ -201,6 +206,20 @@ def render_k8s(
     )
     found = deployment.jobset() if jobset else deployment.plain()
     _say_manifests(found, as_json=as_json)
+
+
+def _check_are_of(context: typer.Context, *, is_cluster: bool) -> None:
+    """Refuses options that what is printed has nothing of."""
+    for name in OF_SERVERS if is_cluster else OF_CLUSTER:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option} is of servers of models; write --serve CLAIM too, or leave "
+                f"{option} away"
+                if is_cluster
+                else f"{option} is of a cluster; leave {option} or --serve away"
+            )
 
 
 def _say_manifests(manifests: "list[Manifest]", *, as_json: bool) -> None:

@@ -19,13 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias, final
 
-from jgraph.errors import ClusterSpecError, DeviceSpecError, UnknownDeviceError
+from jgraph.counts import is_count
+from jgraph.errors import (
+    ClusterSpecError,
+    ConfigError,
+    DeviceSpecError,
+    UnknownDeviceError,
+)
 from jgraph.graph.device import DeviceSpec, TaskName
 from jgraph.view import markup
 
-_SHOWN: Final = 8
 MOST_TASKS: Final = 10_000
 """Of one job: what decides is known to keep up with so many (docs/scale.md)."""
+_SHOWN: Final = 8
 """Tasks of a large cluster that an error names."""
 
 ClusterDict: TypeAlias = Mapping[str, Sequence[str] | Mapping[int, str]]
@@ -305,6 +311,34 @@ class ClusterSpec:
             for index, address in tasks.items()
         ]
         return markup.table(("job", "task", "address"), rows)
+
+
+def check_counts(counts: Mapping[str, object]) -> None:
+    """Refuses a cluster of no tasks or too many, counts of other kinds, and odd names.
+
+    Before anything is written: logs and certificates are called as the jobs are.
+
+    Raises:
+      ConfigError: shows what was given.
+    """
+    text = ", ".join(f"{count!r} {job}" for job, count in counts.items())
+    if not all(is_count(count, 0) for count in counts.values()):
+        raise ConfigError(
+            f"counts of tasks are whole numbers, not {text}; write for example "
+            "ps=2, workers=2"
+        )
+    if not any(counts.values()):
+        raise ConfigError(
+            f"a cluster needs at least one task, and this has {text}; write for "
+            "example ps=2, workers=2"
+        )
+    for job, count in counts.items():
+        if is_count(count, MOST_TASKS + 1):
+            raise ConfigError(
+                f"a cluster has {MOST_TASKS:,} tasks of a job at most, and this would "
+                f"have more of '{job}'"
+            )
+    ClusterSpec({job: {0: "127.0.0.1:0"} for job in counts}, port_zero=True)
 
 
 def task_named(task: str, tasks: Sequence[TaskName]) -> TaskName:

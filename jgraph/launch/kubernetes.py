@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, final
 
+from jgraph.cluster.spec import check_counts
 from jgraph.errors import ConfigError
+from jgraph.view.units import bytes_text
 
 Manifest: TypeAlias = dict[str, Any]
 
@@ -36,7 +38,13 @@ CONTAINER_SECURITY: Final[Manifest] = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
-_QUANTITY: Final = re.compile(r"\d+(\.\d+)?(m|[kKMGTPE]i?)?")
+_CPU: Final = re.compile(r"\d+(\.\d+)?m?")
+_MEMORY: Final = re.compile(r"\d+(\.\d+)?(k|[MGTPE]|[KMGTPE]i)?")
+_NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+"""Of a Service; pods and what a controller keeps of them have longer ones, up to 63."""
+_OBJECT: Final = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
+_SECRET_BYTES: Final = 1 << 20
+"""Kubernetes takes no more in one Secret."""
 _SECRET: Final = "/etc/jgraph/secret"  # where it is mounted
 _CLUSTER: Final = "/etc/jgraph/cluster"
 
@@ -51,8 +59,9 @@ class Size:
     gpus: int = 0
 
     def __post_init__(self) -> None:
-        for what, quantity in (("cpu", self.cpu), ("memory", self.memory)):
-            if not _QUANTITY.fullmatch(quantity):
+        asked = (("cpu", self.cpu, _CPU), ("memory", self.memory, _MEMORY))
+        for what, quantity, form in asked:
+            if not form.fullmatch(quantity):
                 raise ConfigError(
                     f"{what} is '{quantity}', which is no quantity of Kubernetes; "
                     "write for example cpu 500m or 2, memory 8Gi"
@@ -87,7 +96,9 @@ class Deployment:
         pods of this cluster; see ``Server``.
 
     Raises:
-      ConfigError: no ps or no worker; ``files`` of another cluster.
+      ConfigError: no ps or no worker, or too many; a name, image or ports that
+        Kubernetes does not take; ``files`` of another cluster, or more than a Secret
+        has.
     """
 
     image: str
@@ -108,6 +119,13 @@ class Deployment:
                 "a cluster on Kubernetes needs a ps and a worker at least"
             )
         counts = {"ps": self.ps, "worker": self.workers}
+        check_counts(counts)
+        check_names(self.image, self.name)
+        if len({self.port, self.health_port, self.data_port}) < 3:
+            raise ConfigError(
+                f"port is {self.port}, and pods answer probes at {self.health_port} "
+                f"and take tensors at {self.data_port}; give another port"
+            )
         tasks = [f"{job}-{n}" for job, count in counts.items() for n in range(count)]
         needed = [
             "ca.crt",
@@ -120,6 +138,13 @@ class Deployment:
                 f"the certificates are not those of this cluster: {lacking[0]} is not "
                 f"there ({len(lacking)} files are not); make them by `jgraph certs DIR "
                 f"--ps {self.ps} --workers {self.workers}`"
+            )
+        if (nbytes := sum(map(len, self.files.values()))) > _SECRET_BYTES:
+            raise ConfigError(
+                f"{len(self.files):,} files of certificates are {bytes_text(nbytes)}, "
+                f"and a Secret of Kubernetes has {bytes_text(_SECRET_BYTES)} at most; "
+                "make them for fewer tasks, or leave out certs= (--certs) and let the "
+                f"volume 'secret' of the pods be one of your own with these files"
             )
 
     def plain(self) -> list[Manifest]:
@@ -330,6 +355,42 @@ class Deployment:
         self, version: str, kind: str, name: str, spec: Manifest | None = None
     ) -> Manifest:
         return an_object(version, kind, name, self._labels(), spec)
+
+
+def check_names(image: str, name: str) -> None:
+    """Refuses what ``kubectl apply`` would, or pods that never start.
+
+    Args:
+      image: of the pods.
+      name: of the cluster; objects and pods have it with something behind it.
+
+    Raises:
+      ConfigError: it is neither an image nor a name.
+    """
+    if not image or not image.isprintable() or " " in image:
+        raise ConfigError(
+            f"image is {image!r:.60}; write that of the tasks, such as "
+            "registry.example.com/jgraph:1.0, see the Dockerfile"
+        )
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"name is {name!r:.60}, and is part of names of Kubernetes and of hosts: "
+            "write at most 40 small letters, digits and '-', a letter first, such as "
+            "jgraph"
+        )
+
+
+def check_claim(claim: str) -> None:
+    """Refuses what no object of Kubernetes is called.
+
+    Raises:
+      ConfigError: a claim is not called so.
+    """
+    if not _OBJECT.fullmatch(claim):
+        raise ConfigError(
+            f"'{claim:.60}' is the name of no PersistentVolumeClaim: that has small "
+            "letters, digits, '-' and '.'; `kubectl get pvc` lists them"
+        )
 
 
 def an_object(

@@ -13,6 +13,8 @@ from jgraph.launch.kubernetes import (
     Manifest,
     Size,
     an_object,
+    check_claim,
+    check_names,
 )
 
 DRAIN_S: Final = 5
@@ -41,7 +43,8 @@ class ModelDeployment:
         and ``tls.key``; if empty, the Secrets have to be there.
 
     Raises:
-      ConfigError: no replicas; ``files`` that lack one.
+      ConfigError: no replicas; a name, image or claim that Kubernetes does not take;
+        ``files`` that lack one.
     """
 
     image: str
@@ -57,6 +60,8 @@ class ModelDeployment:
     def __post_init__(self) -> None:
         if self.replicas < 1:
             raise ConfigError("a Deployment of servers needs a replica at least")
+        check_names(self.image, self.name)
+        check_claim(self.claim)
         lacking = [name for name in self._secret_files() if name not in self.files]
         if self.files and lacking:
             raise ConfigError(

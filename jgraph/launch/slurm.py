@@ -3,11 +3,13 @@
 The second script is of a job of its own, whose tasks join the cluster of the first.
 """
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+from jgraph.cluster.spec import check_counts
 from jgraph.errors import ConfigError
 
 _SCRIPT: Final = """\
@@ -55,6 +57,8 @@ done
 cat "$run/status.txt"
 {program}
 """
+_LAST_PORT: Final = 65535
+_NAME: Final = re.compile(r"[A-Za-z0-9_][\w.-]{0,63}", re.ASCII)
 
 
 @final
@@ -75,7 +79,8 @@ class SlurmJob:
         ``Server``.
 
     Raises:
-      ConfigError: no task or no program.
+      ConfigError: no task or too many, no program, or a name or option that would be
+        something else in the script.
     """
 
     program: Sequence[str]
@@ -93,6 +98,14 @@ class SlurmJob:
             raise ConfigError("a cluster needs at least one task; give --workers 1")
         if not self.program:
             raise ConfigError("name the program after --, such as -- python train.py")
+        check_counts({"ps": self.ps, "worker": self.workers})
+        _check_lines(self.name, self.options)
+        if (last := self.port + self.ps + self.workers - 1) > _LAST_PORT:
+            raise ConfigError(
+                f"the last of {self.ps + self.workers:,} tasks would be at port {last},"
+                f" as each has the next one; give a port up to "
+                f"{_LAST_PORT + self.port - last}"
+            )
 
     def script(self) -> str:
         """Returns the text of the script."""
@@ -161,6 +174,8 @@ class SlurmWorkers:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ConfigError("no worker would join; give --workers 1")
+        check_counts({"worker": self.workers})
+        _check_lines(self.name, self.options)
 
     def script(self) -> str:
         """Returns the text of the script."""
@@ -170,3 +185,18 @@ class SlurmWorkers:
             workers=self.workers,
             directory=shlex.quote(self.directory),
         )
+
+
+def _check_lines(name: str, options: Sequence[str]) -> None:
+    """Refuses what would not be one word, or one line, of a script."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"name is {name!r:.60}, and is part of a directory and of the script: "
+            "write at most 64 letters, digits, '.', '_' and '-', such as jgraph"
+        )
+    for option in options:
+        if not option.startswith("-") or not option.isprintable():
+            raise ConfigError(
+                f"{option!r:.60} is no option of sbatch; write it with its dashes, "
+                "such as --option=--time=1:00:00"
+            )

@@ -261,6 +261,9 @@ def test_the_image_runs_jgraph_as_the_user_of_the_manifests() -> None:
     [
         ("memory is 'viel'", lambda: Size(memory="viel")),
         ("memory is '8 GB'", lambda: Size(memory="8 GB")),
+        ("memory is '500m'", lambda: Size(memory="500m")),
+        ("memory is '1K'", lambda: Size(memory="1K")),
+        ("cpu is '2Gi'", lambda: Size(cpu="2Gi")),
         ("cpu is '-1'", lambda: Size(cpu="-1")),
     ],
 )
@@ -269,3 +272,36 @@ def test_a_size_that_kubernetes_would_refuse_is_refused_before(
 ) -> None:
     with pytest.raises(ConfigError, match=f"{what}, .* memory 8Gi"):
         size()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"name": "A_B"}, "name is 'A_B', .* such as jgraph"),
+        ({"name": "1st"}, "a letter first"),
+        ({"name": "a" * 41}, "at most 40"),
+        ({"image": ""}, "image is ''; write"),
+        ({"image": "my image"}, "image is 'my image'"),
+        ({"port": 8471}, "pods answer probes at 8471 .* another port"),
+        ({"port": 8472}, "take tensors at 8472"),
+        ({"workers": 10_001}, "10,000 tasks of a job at most"),
+    ],
+)
+def test_what_kubernetes_would_refuse_is_refused_before(
+    changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        replace(SMALL, **changes)
+
+
+def test_more_certificates_than_a_secret_has_are_refused() -> None:
+    tasks = ["ps-0", *(f"worker-{index}" for index in range(1200))]
+    files = {f"{task}.{end}": bytes(500) for task in tasks for end in ("crt", "key")}
+    with pytest.raises(ConfigError, match="a Secret of Kubernetes has 1.0 MiB at most"):
+        Deployment("i", 1, 1200, files={**files, "ca.crt": b"-", "token": b"-"})
+
+
+def test_the_longest_name_leaves_room_for_what_controllers_add() -> None:
+    """The label ``controller-revision-hash`` of a pod has the name of its set in it."""
+    names = [one["metadata"]["name"] for one in replace(SMALL, name="a" * 40).plain()]
+    assert max(map(len, names)) + len("-0123456789") <= 63

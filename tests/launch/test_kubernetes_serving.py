@@ -1,6 +1,7 @@
 """Manifests of servers of models: what Kubernetes knows, and what callers need."""
 
 import base64
+import inspect
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from jgraph.cli import app
+from jgraph.cli.launching import OF_CLUSTER, OF_SERVERS, render_k8s
 from jgraph.errors import ConfigError
 from jgraph.launch.kubernetes import Manifest, Size
 from jgraph.launch.kubernetes_serving import ModelDeployment
@@ -100,10 +102,30 @@ def test_no_replicas_are_refused() -> None:
         ModelDeployment("i", "m", 0)
 
 
-def test_options_that_do_not_go_together_are_refused() -> None:
-    words = ["--serve", "m", "--jobset"]
+def test_a_claim_that_no_object_is_called_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'my models' is the name of no"):
+        ModelDeployment("i", "my models")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--serve", "m", "--jobset"], "leave --jobset or --serve away"),
+        (["--serve", "m", "--ps", "1"], "leave --ps or --serve away"),
+        (["--replicas", "2"], "write --serve CLAIM too, or leave --replicas away"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    words: list[str], said: str
+) -> None:
     done = CliRunner().invoke(app, ["k8s", "render", "--image", "i", *words])
-    assert "leave --jobset or --serve away" in str(done.exception)
+    assert said in str(done.exception)
+
+
+def test_each_option_of_what_is_printed_is_of_a_cluster_or_of_servers() -> None:
+    of_all = {"context", "image", "name", "certs", "serve", "insecure_i_accept"}
+    options = set(inspect.signature(render_k8s).parameters) - of_all - {"as_json"}
+    assert options == {*OF_CLUSTER, *OF_SERVERS}
 
 
 def test_the_command_prints_what_is_to_be_applied(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,6 +89,24 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         SlurmJob(program, ps, workers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"name": "my job"}, "name is 'my job', .* such as jgraph"),
+        ({"name": '"; ls'}, "name is"),
+        ({"options": ["time=1:00"]}, "'time=1:00' is no option of sbatch"),
+        ({"options": ["--time=1\nls"]}, "is no option of sbatch"),
+        ({"port": 65534}, "would be at port 65536, .* up to 65533"),
+        ({"workers": 10_001}, "10,000 tasks of a job at most"),
+    ],
+)
+def test_what_would_be_something_else_in_the_script_is_refused(
+    changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        replace(SMALL, **changes)
 
 
 @pytest.mark.nightly

@@ -25,7 +25,7 @@ import psutil
 from jgraph.client.dashboard_process import Dashboard
 from jgraph.clock import SystemClock
 from jgraph.cluster.signals import wait_signalled
-from jgraph.cluster.spec import task_named
+from jgraph.cluster.spec import check_counts, task_named
 from jgraph.cluster.wait_message import show_wait
 from jgraph.errors import (
     ClusterBusyError,
@@ -37,7 +37,6 @@ from jgraph.errors import (
 from jgraph.graph.device import TaskName
 from jgraph.launch.local.processes import (
     TaskProcesses,
-    check_counts,
     check_room,
     hand_over_stdout,
 )

@@ -18,13 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TextIO, TypeVar, final
 
-import numpy as np
 import psutil
 
 from jgraph.clock import Clock, SystemClock
 from jgraph.cluster.events import Event
 from jgraph.cluster.options import RECORDS_DIR
-from jgraph.cluster.spec import MOST_TASKS, ClusterSpec, task_named
+from jgraph.cluster.spec import ClusterSpec, check_counts, task_named
 from jgraph.cluster.transport_choice import TransportChoice
 from jgraph.coordination.liveness.freezes import FROZEN_S
 from jgraph.errors import ConfigError, JGError, StartError, UnknownDeviceError
@@ -537,35 +536,6 @@ def check_environment(environment: object) -> dict[str, str]:
                 "letters and no '=', and neither has a NUL; write it without"
             )
     return dict(environment)
-
-
-def check_counts(counts: Mapping[str, object]) -> None:
-    """Refuses a cluster of no tasks or too many, counts of other kinds, and odd names.
-
-    Before anything is written: logs and certificates are called as the jobs are.
-
-    Raises:
-      ConfigError: shows what was given.
-    """
-    text = ", ".join(f"{count!r} {job}" for job, count in counts.items())
-    kinds = int | np.integer
-    if not all(isinstance(n, kinds) and n >= 0 for n in counts.values()):
-        raise ConfigError(
-            f"counts of tasks are whole numbers, not {text}; write for example "
-            "ps=2, workers=2"
-        )
-    if not any(counts.values()):
-        raise ConfigError(
-            f"a cluster needs at least one task, and this has {text}; write for "
-            "example ps=2, workers=2"
-        )
-    for job, count in counts.items():
-        if isinstance(count, kinds) and count > MOST_TASKS:
-            raise ConfigError(
-                f"a cluster has {MOST_TASKS:,} tasks of a job at most, and this would "
-                f"have more of '{job}'"
-            )
-    ClusterSpec({job: {0: "127.0.0.1:0"} for job in counts}, port_zero=True)
 
 
 def check_room(tasks: int, memory: int | None = None) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from jgraph.cluster.spec import check_counts
 from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.launch.local import daemon
-from jgraph.launch.local.processes import TaskProcesses, check_counts
+from jgraph.launch.local.processes import TaskProcesses
 
 
 def test_orders_are_carried_out_in_the_order_that_they_were_given_in(
