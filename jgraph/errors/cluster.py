@@ -263,8 +263,8 @@ class CopyLostError(ClusterError):
 class VersionError(ClusterError):
     """Versions that cannot talk to each other.
 
-    Protocols of jgraph differ, or a task runs an older JAX than the client and may not
-    read the code that this one exports.
+    Versions of jgraph or of its protocol differ, or a task runs an older JAX than the
+    client and may not read the code that this one exports.
 
     What to do: end all tasks, install the same versions everywhere, and start them;
     ``jgraph version`` prints them. JAX may be newer on a task than in the client.

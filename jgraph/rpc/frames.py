@@ -62,22 +62,28 @@ def hello(
 
 
 def check_protocol(ours: pb.Hello, theirs: pb.Hello, who: str) -> None:
-    """Refuses another version of the wire contract.
+    """Refuses another version of the wire contract, or of the package.
 
     Raises:
       VersionError: naming both versions and both packages.
     """
-    if ours.protocol == theirs.protocol:
-        return
-    older, newer = sorted((ours, theirs), key=lambda hello: hello.protocol)
-    raise VersionError(
-        f"{who} speaks protocol {theirs.protocol} (jgraph {theirs.jgraph}), this side "
-        f"{ours.protocol} (jgraph {ours.jgraph}); install one version of jgraph "
-        f"everywhere, e.g. pip install jgraph=={newer.jgraph} where "
-        f"{older.jgraph} is",
-        ours=ours.protocol,
-        theirs=theirs.protocol,
-    )
+    everywhere = "install one version of jgraph everywhere"
+    versions = {"ours": ours.protocol, "theirs": theirs.protocol}
+    if ours.protocol != theirs.protocol:
+        older, newer = sorted((ours, theirs), key=lambda hello: hello.protocol)
+        raise VersionError(
+            f"{who} speaks protocol {theirs.protocol} (jgraph {theirs.jgraph}), this "
+            f"side {ours.protocol} (jgraph {ours.jgraph}); {everywhere}, e.g. pip "
+            f"install jgraph=={newer.jgraph} where {older.jgraph} is",
+            **versions,
+        )
+    if theirs.jgraph and ours.jgraph != theirs.jgraph:
+        raise VersionError(
+            f"{who} runs jgraph {theirs.jgraph:.40}, this side {ours.jgraph}, and what "
+            f"one says may mean something else to the other; {everywhere}, and go on "
+            "from a checkpoint where that takes new tasks",
+            **versions,
+        )
 
 
 @cache

@@ -21,7 +21,14 @@ from jgraph.errors import (
 from jgraph.rpc.calls.caller import ASKS_METHOD
 from jgraph.rpc.dial import CHANNEL_OPTIONS
 from jgraph.rpc.exchange.link import EXCHANGE_METHOD
-from jgraph.rpc.frames import PROTOCOL, body_of, frame, hello, kind_of
+from jgraph.rpc.frames import (
+    PROTOCOL,
+    body_of,
+    frame,
+    hello,
+    installed_version,
+    kind_of,
+)
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.decoder import Decoder
@@ -159,6 +166,31 @@ def test_other_version_of_the_protocol_is_named_on_both_sides(version: int) -> N
             assert isinstance(error, VersionError)
             assert f"protocol {PROTOCOL} " in error.message
             assert f"this side {version} " in error.message
+            assert not recorder.frames
+
+    run_async(main())
+
+
+@pytest.mark.bad_input_row(4)
+def test_another_jgraph_is_named_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = installed_version("jgraph")
+
+    async def main() -> None:
+        async with ps() as (recorder, address):
+            with monkeypatch.context() as other:
+                other.setattr("jgraph.rpc.frames.installed_version", lambda _: "9.9")
+                worker, at_worker = GrpcTransport(WORKER), Recorder()
+                greeting = frame(hello=hello(WORKER, incarnation=5))
+            error = error_in(await send("Exchange", address, [data(greeting)]))
+            assert isinstance(error, VersionError)
+            assert f"runs jgraph 9.9, this side {own}" in error.message
+            await worker.start(at_worker)
+            worker.set_peers({PS: address})
+            worker.post(PS, step(1))
+            error = await at_worker.wait_lost(PS)
+            await worker.close()
+            assert isinstance(error, VersionError)
+            assert "one version of jgraph everywhere" in error.message
             assert not recorder.frames
 
     run_async(main())
