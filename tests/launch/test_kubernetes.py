@@ -297,7 +297,7 @@ def test_what_kubernetes_would_refuse_is_refused_before(
 def test_more_certificates_than_a_secret_has_are_refused() -> None:
     tasks = ["ps-0", *(f"worker-{index}" for index in range(1200))]
     files = {f"{task}.{end}": bytes(500) for task in tasks for end in ("crt", "key")}
-    with pytest.raises(ConfigError, match="a Secret of Kubernetes MiB at most"):
+    with pytest.raises(ConfigError, match="a Secret of Kubernetes has "):
         Deployment("i", 1, 1200, files={**files, "ca.crt": b"-", "token": b"-"})
 
 
