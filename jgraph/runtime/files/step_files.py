@@ -12,6 +12,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -46,6 +47,7 @@ _UNFINISHED: Final = re.compile(
 _OLD: Final = re.compile(r"(.+)\.old-[0-9a-f]{8}")
 """The name of a checkpoint while another takes its place."""
 _ROOM: Final = 1 << 20
+_SYNCS: Final = 8
 _MOST_BYTES: Final = 64 << 20
 """Of what describes a tree."""
 
@@ -159,9 +161,7 @@ def commit_step(
     if target.exists() and not overwrite:
         raise CheckpointError(f"{target} exists", path=str(target))
     (step / FILE).write_text(manifest.to_json(), encoding="utf-8")
-    for path in step.iterdir():
-        _sync(path)
-    _sync(step)
+    sync_tree(step)
     failpoint("handed.on_disk")
     before_commit()
     put_in_place(step, target)
@@ -314,6 +314,24 @@ def _copy(source: Path, target: Path) -> None:
         if not regular or about.st_size > _MOST_BYTES:
             raise OSError(errno.EINVAL, f"{source.name} is not a file of a checkpoint")
         target.write_bytes(file.read(_MOST_BYTES))
+
+
+def sync_tree(step: Path) -> None:
+    """Waits until all files of a checkpoint are on the disk, those of libraries too.
+
+    Several at a time: the disk does most of that at once then.
+
+    Raises:
+      OSError: what the disk says.
+    """
+    found = [
+        path
+        for root, _, names in os.walk(step)
+        for path in (Path(root), *(Path(root, name) for name in names))
+        if path.is_dir() or (path.is_file() and not path.is_symlink())
+    ]
+    with ThreadPoolExecutor(_SYNCS) as pool:
+        list(pool.map(_sync, found))
 
 
 def _sync(path: Path) -> None:

@@ -38,6 +38,7 @@ from jgraph.runtime.files.step_files import (
     put_aside,
     remove,
     steps_in,
+    sync_tree,
 )
 from jgraph.runtime.files.writer_lease import WriterLease
 from jgraph.train.checkpoint import checkpoint
@@ -380,6 +381,7 @@ def copy(source: Path, target: Path) -> Path:
     try:
         shutil.copytree(source, part, symlinks=True)
         checkpoint.verify(part)
+        sync_tree(part)
         return part.rename(target)
     except (OSError, shutil.Error) as error:
         raise CheckpointError(f"cannot copy {source} to {target}: {error}") from error

@@ -27,6 +27,7 @@ from jgraph.runtime.files.step_files import (
     TEMPORARY,
     make_item,
     put_in_place,
+    sync_tree,
     unfinished,
 )
 from jgraph.train.checkpoint.array_files import write_arrays
@@ -167,6 +168,7 @@ def write(
             checkpointer.save(path, args=_Save(layout, manifest, before_commit))
         failpoint("checkpoint.committed")
         _let_managers_read(path)
+        sync_tree(path)
         put_in_place(path, target)
     except BaseException as error:
         for leftover in [path, *target.parent.glob(f"{path.name}{TEMPORARY}*")]:

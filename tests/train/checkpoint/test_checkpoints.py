@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import random
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,14 +30,21 @@ from jgraph.errors import (
     ConfigError,
 )
 from jgraph.failpoints import armed, fail
-from jgraph.runtime.files.manifest import read_manifest
+from jgraph.runtime.files.manifest import Manifest, read_manifest
 from jgraph.runtime.files.shard_files import make_proof
-from jgraph.runtime.files.step_files import TEMPORARY, best_in, steps_in
+from jgraph.runtime.files.step_files import (
+    TEMPORARY,
+    begin_step,
+    best_in,
+    commit_step,
+    steps_in,
+)
 from jgraph.runtime.files.writer_lease import newest
 from jgraph.train.checkpoint import checkpoint
 from jgraph.train.checkpoint.checkpoints import (
     Checkpoints,
     CheckpointWriter,
+    copy,
     is_checkpoint,
     newest_good,
 )
@@ -520,3 +529,28 @@ def test_a_writer_killed_at_any_moment_loses_no_saved_step(
         assert not any(TEMPORARY in name or "going" in name for name in names)
         writer.save(step + 1, tree(step + 1))
     assert not list(tmp_path.glob("*.corrupt"))
+
+
+def test_all_of_a_step_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what libraries wrote, and what is written by the master and copied."""
+    synced: dict[int, tuple[int, int]] = {}
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        about = os.fstat(fd)
+        synced[about.st_ino] = about.st_size, about.st_mtime_ns
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    checkpoint.save(tmp_path / "1", tree(1))
+    made, like = begin_step(tmp_path)
+    commit_step(made, Manifest(2, like.leaves), lambda: None)
+    copy(tmp_path / "1", tmp_path / "3")
+    for step in "123":
+        for path in (tmp_path / step).rglob("*"):
+            about = path.lstat()
+            if stat.S_ISREG(about.st_mode):
+                assert synced[about.st_ino] == (about.st_size, about.st_mtime_ns), path
+            assert path.is_symlink() or about.st_ino in synced, path
