@@ -96,6 +96,9 @@ class RunRescaler:
         self._do = do
         self._machine: Rescale | None = None
         self._attempt: Migration | None = None
+        self._turn = asyncio.Lock()
+        """Held while instructions are carried out: later ones come after."""
+        self._newest: Sequence[Instruction] = ()
         self._timer: asyncio.TimerHandle | None = None
         self._left_out: set[str] = set()
         self._notice: asyncio.Task[None] | None = None
@@ -208,27 +211,33 @@ class RunRescaler:
             return
         instructions = self._machine.handle(event, self._clock.now())
         if instructions:
+            self._newest = instructions
             self._do(self._perform(instructions))
 
     async def _perform(self, instructions: Sequence[Instruction]) -> None:
-        for instruction in instructions:
-            match instruction:
-                case Prepare(ps):
+        async with self._turn:
+            for instruction in instructions:
+                await self._act(instruction, is_newest=instructions is self._newest)
+
+    async def _act(self, instruction: Instruction, *, is_newest: bool) -> None:
+        match instruction:
+            case Prepare(ps):
+                if is_newest:  # else that is dropped, or others are prepared, next
                     self._prepare(ps)
-                case Fence():
-                    self._fence()
-                case Move():
-                    await self._move()
-                case Switch():
-                    await self._switch()
-                case Retire():
-                    await self._retire()
-                case Drop(_, why):
-                    await self._drop(why)
-                case GoOn():
-                    self._resume()
-                case Tell(error):
-                    self._tell(error)
+            case Fence():
+                self._fence()
+            case Move():
+                await self._move()
+            case Switch():
+                await self._switch()
+            case Retire():
+                await self._retire()
+            case Drop(_, why):
+                await self._drop(why)
+            case GoOn():
+                self._resume()
+            case Tell(error):
+                self._tell(error)
 
     def _tell(self, error: JGError) -> None:
         self.why = error.message.rstrip(".")
