@@ -3,11 +3,12 @@
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from jgraph.clock import SystemClock
+from jgraph.errors import TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.nodes import ValueType
 from jgraph.plan.program.program import StoredVariable
@@ -19,7 +20,9 @@ from jgraph.runtime.files.shard_files import make_proof
 from jgraph.runtime.files.writer_lease import newest
 from jgraph.runtime.store.store import VariableStore
 from jgraph.server.runs.journal import Journal
-from jgraph.server.runs.saving.checkpointer import STEP, RunCheckpointer
+from jgraph.server.runs.ps_setup import PsSetup
+from jgraph.server.runs.saving.checkpointer import STEP, RunCheckpointer, Saved
+from jgraph.server.runs.saving.state_source import MasterSaves
 from jgraph.server.state_service import save_shards
 
 MASTER, PS = TaskName("/job:worker/task:0"), TaskName("/job:ps/task:0")
@@ -36,6 +39,7 @@ class Ps:
         self.generations: list[int] = []
         self.directory = Path()
         self.stands_still = True
+        self.lost_at = ""  # it dies before it is asked this
         self.done = 0
         self.train()
 
@@ -47,6 +51,8 @@ class Ps:
         self, task: TaskName, method: str, request: Frame, timeout_s: float = 0.0
     ) -> Frame:
         reply = frame(empty=pb.Empty())
+        if method == self.lost_at:
+            raise TaskLostError("gone", task=PS)
         if method == "RunStep":
             self.train()  # on the way here
             self.store.write([COPY], self.store.read([LIVE]))
@@ -109,3 +115,21 @@ def saved(directory: Path, ps: Ps, keep: int = 2, *, goes_on: bool = True) -> No
         assert newest(directory).released
 
     asyncio.run(run())
+
+
+def saved_at_rest(directory: Path, ps: Ps) -> Saved | None:
+    """Lets a master save a run whose loops have ended, as its ps is told to end."""
+
+    async def run() -> Saved | None:
+        ps.directory = directory
+        record = Journal(MASTER, pb.OpenRun(run="r", info="{}"), SystemClock())
+        where = lambda: {"done": ps.done}
+        saver = RunCheckpointer(MASTER, order(directory), record, ps.call, where)
+        saver.start()
+        setup = cast("PsSetup", None)  # nothing is loaded
+        found = await MasterSaves(saver, setup).save_at_rest([PS], "{}")
+        record.end("failed", None)
+        await saver.rest()
+        return found
+
+    return asyncio.run(run())

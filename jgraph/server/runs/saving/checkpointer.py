@@ -269,8 +269,10 @@ class RunCheckpointer:
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             reset = frame(reset=pb.Reset(containers=[order.container]))
-            for shards in order.tasks:
-                await self.call(TaskName(shards.task), "Reset", reset)
+            tasks = [TaskName(shards.task) for shards in order.tasks]
+            calls = [self.call(task, "Reset", reset) for task in tasks]
+            # Of a task that is gone nothing is left.
+            await asyncio.gather(*calls, return_exceptions=True)
 
     async def _write(
         self, folder: Path, like: Manifest

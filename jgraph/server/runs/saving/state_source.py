@@ -16,7 +16,12 @@ from typing import Any, Protocol, final
 
 from jgraph.cluster.methods import reading
 from jgraph.coordination.run.recovery import hopeless
-from jgraph.errors import CheckpointCorruptError, CheckpointError, JGError
+from jgraph.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointWriterError,
+    JGError,
+)
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.runtime.files.manifest import read_manifest
@@ -116,8 +121,18 @@ class MasterSaves:
     async def save_at_rest(
         self, tasks: Collection[TaskName], position: str
     ) -> Saved | None:
-        """See ``StateSource.save_at_rest``."""
-        return await self.saver.save_at_rest()
+        """See ``StateSource.save_at_rest``.
+
+        Raises:
+          CheckpointWriterError: another process has taken over the directory.
+        """
+        try:
+            return await self.saver.save_at_rest()
+        except CheckpointWriterError:
+            raise
+        except (JGError, OSError) as error:  # a ps was killed meanwhile, a disk is full
+            _LOG.warning("no checkpoint before %s ends: %s", ", ".join(tasks), error)
+            return None
 
     async def newest(self) -> int | None:
         """See ``StateSource.newest``."""

@@ -16,7 +16,7 @@ from jgraph.runtime.files.shard_files import Slice, read_slice
 from jgraph.runtime.files.step_files import TEMPORARY, steps_in
 from jgraph.server.runs.saving.checkpointer import STEP
 from jgraph.train.checkpoint.checkpoints import CheckpointWriter
-from tests.support.saved_run import Ps, saved
+from tests.support.saved_run import Ps, saved, saved_at_rest
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -120,6 +120,21 @@ def check_good(directory: Path) -> None:
         assert leaf.crc32 == rows.blocks.joined([sums])
 
 
+@pytest.mark.parametrize(
+    ("lost_at", "is_saved"),
+    [("RunStep", False), ("SaveShards", False), ("Reset", True)],
+)
+def test_a_ps_that_dies_while_it_is_saved_before_it_ends_is_the_end_of_no_run(
+    tmp_path: Path, lost_at: str, is_saved: bool
+) -> None:
+    """It goes on from the newest checkpoint, which may be this one."""
+    ps = Ps()
+    ps.lost_at = lost_at
+    found = saved_at_rest(tmp_path, ps)
+    assert (found is not None) == is_saved
+    assert steps_in(tmp_path)[1:] == ([] if found is None else [int(found.path.name)])
+
+
 @pytest.mark.row(26)
 def test_second_save_that_fails_is_loud_and_the_run_is_saved_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -158,7 +173,7 @@ SAVES = """
 import json, sys
 from pathlib import Path
 from jgraph.runtime.files.step_files import steps_in
-from tests.support.saved_run import Ps, saved
+from tests.support.saved_run import Ps, saved, saved_at_rest
 
 class Telling(Ps):
     async def call(self, task, method, request, timeout_s=0.0):
