@@ -7,7 +7,6 @@ who ask from elsewhere. Imports no JAX: those who start processes note events to
 import json
 import logging
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from typing import Final, final
 from jgraph import __version__
 from jgraph.clock import WallClock
 from jgraph.cluster.log_tail import NewestLines
-from jgraph.errors import JGError, RunOverError, TaskLostError, VersionError
+from jgraph.errors import JGError, RunOverError, VersionError
 from jgraph.view import markup
 
 LAUNCHER: Final = "launcher"
@@ -174,44 +173,43 @@ class Once:
         return before is None or abs(event.time_s - before) > _SAME_S
 
 
-@final
-class RunsSeen:
-    """Notes when a run begins and ends, of which a master sees the loops.
+def end_of_run(run: str, error: JGError | None) -> tuple[str, str]:
+    """Returns the kind and the text of the event that a run is over.
 
     Args:
-      events: of the master.
+      run: its name.
+      error: what it failed with; None: it ended in order.
+
+    Example:
+      >>> from jgraph.errors import TaskLostError
+      >>> end_of_run("a", TaskLostError("/job:ps/task:0 is gone"))
+      ('failed', "run 'a' failed: JG-132 /job:ps/task:0 is gone")
     """
+    if error is None:
+        return "ended", f"run '{run}' ended"
+    return "failed", f"run '{run}' failed: {error}"
 
-    def __init__(self, events: EventLog) -> None:
-        self._note = events.note
-        self._loops: Counter[str] = Counter()
-        self._why: dict[str, str] = {}
 
-    @contextmanager
-    def loop(self, run: str, text: str) -> Iterator[None]:
-        """Counts a loop of ``run`` while it goes on; ``text`` describes the run."""
-        if not self._loops[run]:
-            self._note("began", f"run '{run}' began: {text}")
-        self._loops[run] += 1
-        try:
-            yield
-        except (TaskLostError, RunOverError):
-            raise  # the others go on, or are over too
-        except JGError as error:
-            self._why.setdefault(run, str(error))
-            raise
-        finally:
-            self._loops[run] -= 1
-            if not self._loops[run]:
-                del self._loops[run]
-                self._end(run, self._why.pop(run, ""))
+@contextmanager
+def lone_loop(events: EventLog, name: str, text: str) -> Iterator[None]:
+    """Notes that a loop of no run begins, and how it ends.
 
-    def _end(self, run: str, why: str) -> None:
-        if why:
-            why = f"run '{run}' failed: {why}"
-            self._note("failed", why, level=logging.WARNING)
-        else:
-            self._note("ended", f"run '{run}' ended")
+    Args:
+      events: of the master, which passes its reports on.
+      name: of the loop.
+      text: describes it.
+    """
+    events.note("began", f"run '{name}' began: {text}")
+    failure: JGError | None = None
+    try:
+        yield
+    except RunOverError:
+        raise  # which is its end
+    except JGError as error:
+        failure = error
+        raise
+    finally:
+        events.note(*end_of_run(name, failure))
 
 
 @final

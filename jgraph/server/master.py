@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -21,7 +21,7 @@ from jgraph.cluster.deadlines import (
     bulk_timeout_s,
     loop_timeout_s,
 )
-from jgraph.cluster.events import RunsSeen
+from jgraph.cluster.events import lone_loop
 from jgraph.cluster.methods import Answer
 from jgraph.coordination.liveness.join import (
     AskAgain,
@@ -72,7 +72,6 @@ class Master:
         self.registrar = Registrar(context, self, service.events, lease_s)
         self._transport = context.transport
         self.dealers = service.dealers
-        self._runs_seen = RunsSeen(service.events)
         self.runs = Runs(self, context.clock)
         methods: Mapping[str, Answer] = {
             "TaskStatus": self._task_status,
@@ -329,9 +328,10 @@ class Master:
         reports = self._relay(task, request)
         if watched:
             reports = self.dealers.get(order.data_run).watch(order.loop, task, reports)
-        steps, batch = order.steps, order.batch_size
-        what = f"{steps} steps" + (f", batches of {batch}" if batch else "")
-        with self._runs_seen.loop(order.run or order.loop, what):
+        events, what = self._service.events, f"{order.steps} steps"
+        # Who looks after a run notes its own.
+        notes = nullcontext() if order.run else lone_loop(events, order.loop, what)
+        with notes:
             try:
                 async for report in reports:
                     yield report

@@ -11,12 +11,12 @@ from jgraph.cluster.events import (
     Event,
     EventLog,
     LogFiles,
-    RunsSeen,
     from_json,
     in_order,
+    lone_loop,
 )
 from jgraph.cluster.log_tail import FORMAT
-from jgraph.errors import GraphError, TaskLostError, VersionError
+from jgraph.errors import GraphError, JGError, TaskLostError, VersionError
 from jgraph.server.server import Server
 
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:1"
@@ -98,37 +98,18 @@ def test_a_loss_that_many_see_is_told_once_and_the_next_one_again() -> None:
     ]
 
 
-def test_a_run_begins_with_its_first_loop_and_ends_with_its_last(
-    events: EventLog,
+@pytest.mark.parametrize("failure", [GraphError("no such node"), TaskLostError("gone")])
+def test_a_loop_of_no_run_fails_by_whatever_ends_it(
+    events: EventLog, failure: JGError
 ) -> None:
-    seen = RunsSeen(events)
-    with seen.loop("a", "10 steps"):
-        with seen.loop("a", "10 steps"), seen.loop("b", "20 steps"):
-            pass
-        told = [
-            ("began", "run 'a' began: 10 steps"),
-            ("began", "run 'b' began: 20 steps"),
-            ("ended", "run 'b' ended"),
-        ]
-        assert noted(events) == told
-    assert noted(events) == [*told, ("ended", "run 'a' ended")]
-
-
-def test_a_run_fails_by_its_first_error_and_not_by_a_worker_that_was_lost(
-    events: EventLog,
-) -> None:
-    seen = RunsSeen(events)
-    gone = TaskLostError("gone")
-    with seen.loop("a", "10 steps"), pytest.raises(TaskLostError), seen.loop("a", ""):
-        raise gone
-    assert noted(events)[1:] == [("ended", "run 'a' ended")]
-    wrong = GraphError("no such node")
-    with seen.loop("a", "10 steps"), pytest.raises(GraphError), seen.loop("a", ""):
-        raise wrong
-    kind, text = noted(events)[-1]
-    assert (kind, text[:16], text[-13:]) == (
-        *("failed", "run 'a' failed: ", " no such node"),
-    )
+    with lone_loop(events, "a", "10 steps"):
+        assert noted(events) == [("began", "run 'a' began: 10 steps")]
+    with pytest.raises(type(failure)), lone_loop(events, "b", "10 steps"):
+        raise failure
+    assert noted(events)[1::2] == [
+        ("ended", "run 'a' ended"),
+        ("failed", f"run 'b' failed: {failure}"),
+    ]
 
 
 def test_what_a_cluster_has_not_says_what_is_written_instead() -> None:

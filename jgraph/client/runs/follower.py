@@ -25,6 +25,7 @@ from jgraph.cluster import event_loop
 from jgraph.cluster.loop_messages import (
     JOINS,
     LoopReport,
+    first_handle,
     report_in,
 )
 from jgraph.cluster.polling import Polling
@@ -155,6 +156,7 @@ class RunFollower:
         self._is_over = threading.Event()
         self._position: dict[str, Any] | None = None
         self._tasks: dict[int, TaskName] = {}
+        self._joiners: dict[int, str] = {}
         self._lost_replicas = set[int]()
         self._question_numbers = set[int]()
         self._waits = threading.Event()  # set: what was waited for is there
@@ -295,9 +297,12 @@ class RunFollower:
         if body.task:
             again = body.replica in self._tasks and body.state == "running"
             self._tasks[body.replica] = TaskName(body.task)
-            if not again and JOINS in body.handle:
+            # Each process that joins has one of its own.
+            program = first_handle(body.handle)
+            if JOINS in program and self._joiners.get(body.replica) != program:
+                self._joiners[body.replica] = program
                 _RECOVER_LOG.warning("%s joined and takes part in the run", body.task)
-            if again and body.replica in self._lost_replicas:
+            elif again and body.replica in self._lost_replicas:
                 text = "%s answers again and takes part in the run"
                 _RECOVER_LOG.warning(text, body.task)
             elif again:

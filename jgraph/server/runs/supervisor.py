@@ -9,6 +9,7 @@ from typing import Any, Final, final
 
 from jgraph.clock import Clock
 from jgraph.cluster.drain import told_to_end
+from jgraph.cluster.events import end_of_run
 from jgraph.coordination.run.loop_outcome import LoopOutcome, judge
 from jgraph.coordination.run.supervisor import (
     BatchFailed,
@@ -221,6 +222,9 @@ class RunSupervisor:
     def begin_all(self) -> None:
         """Begins the run: all loops that were ordered."""
         ordered, self._ordered = self._ordered, []
+        info = json.loads(self._order.info)
+        what = f"{info['steps'] - info['first_step']} steps"
+        self._peers.note("began", f"run '{self.name}' began: {what}")
         self.saving.prepare_halts()
         if self.client is not None:
             self.client.begin()
@@ -511,6 +515,8 @@ class RunSupervisor:
             level = logging.INFO if replaced else logging.ERROR
             _LOG.log(level, "the run failed here: %s", error.message)
             self._end_loops()
+        if not isinstance(error, FencedError):
+            self._peers.note(*end_of_run(self.name, error))
         self.record.end(state, error)
         if self.client is not None:
             self.client.close()

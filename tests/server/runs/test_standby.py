@@ -257,6 +257,9 @@ class Behind:
             self.is_lost = True
             raise self.lost
 
+    def note(self, kind: str, text: str) -> None:
+        """Notes nothing."""
+
     async def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
         """Begins a loop that goes on, or is refused."""
         self.began.put_nowait(order)

@@ -134,11 +134,13 @@ class Ajar:
       refusal: ends the opening of a gate, once it is set.
       refused: of a loop that is told something; None: nobody refuses.
       told: what loops were told.
+      news: of the cluster.
     """
 
     task = WORKERS[0]
 
     def __init__(self) -> None:
+        self.news: list[tuple[str, str]] = []
         self.opening = asyncio.Event()
         self.refusal: asyncio.Future[JGError] = asyncio.Future()
         self.refused: JGError | None = None
@@ -160,6 +162,10 @@ class Ajar:
         if self.refused is not None:
             raise self.refused
         return frame(empty=pb.Empty())
+
+    def note(self, kind: str, text: str) -> None:
+        """Notes an event."""
+        self.news.append((kind, text))
 
     def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
         """Begins none: no gate opens."""
@@ -218,6 +224,8 @@ def test_row_that_never_begins_as_a_gate_does_not_open_is_told_nothing(
         await crew.record.news
         assert crew.record.row().state == "failed"
         assert crew.record.error is not None
+        # A lost task has ended the run: it has failed, and not just ended.
+        assert door.news == [("failed", f"run 'r' failed: {crew.record.error}")]
         goes_back = "did not go on by itself" in crew.record.error.message
         assert goes_back == (lost == PS)
         await asyncio.sleep(0)  # who tells a loop does so at once
