@@ -191,7 +191,9 @@ class Scaler:
             self._wait_members("worker", wanted, leavers, polling)
             self.ended(leavers)
             self._wait_taking_part([run.name for run in runs], events, polling)
-            return self.cluster.tasks("worker")
+            there = self.cluster.tasks("worker")
+            self._check_startable(self._lost(there, polling))
+            return there
 
         return wait
 
@@ -335,7 +337,9 @@ class Scaler:
                 return
             if not look % _LOOKS:
                 _check_taken(events.new(), late)
-                self._check_startable(late, polling)
+                waiting = sorted(set().union(*late.values()))
+                if (lost := self._lost(waiting, polling)) == waiting:
+                    self._check_startable(lost)
             if not polling.wait():
                 name, tasks = next(iter(late.items()))
                 raise DeadlineError(
@@ -345,32 +349,32 @@ class Scaler:
                     pending=tasks,
                 )
 
-    def _check_startable(
-        self, late: Mapping[str, Sequence[TaskName]], polling: Polling
-    ) -> None:
-        """Refuses to wait for workers alone that are lost, and that nobody starts.
+    def _lost(self, tasks: Sequence[TaskName], polling: Polling) -> list[TaskName]:
+        """Returns those that do not answer."""
+        missing = self._ask(self.cluster.status_now, polling).missing
+        return [task for task in tasks if task in missing]
 
-        Args:
-          late: those that are waited for, by run.
-          polling: see ``ask_while_replaced``.
+    def _check_startable(self, lost: Sequence[TaskName]) -> None:
+        """Refuses to count on workers that are lost, and that nobody starts.
 
         Raises:
           RescaleError: there are such workers.
         """
-        waiting = {task for tasks in late.values() for task in tasks}
-        if not waiting.issubset(self._ask(self.cluster.status_now, polling).missing):
+        if not lost:
             return
         try:
             self.cluster.check_startable()
         except TaskMissingError as error:
-            lost, names = sorted(waiting), ", ".join(sorted(waiting))
+            ends = [task for task in lost if task in error.details["missing"]]
+            if not ends:
+                return  # they are late to answer
             count = len(self.cluster.tasks("worker"))
             raise RescaleError(
-                f"{names} is one of the {count} workers, does not answer, "
+                f"{', '.join(ends)} is one of the {count} workers, does not answer, "
                 "and nothing starts it again; start it with cluster.restart("
-                f"'{lost[0]}'), or let it leave the cluster: scale to fewer workers, "
+                f"'{ends[0]}'), or let it leave the cluster: scale to fewer workers, "
                 "which takes those first that are lost. What runs goes on without",
-                task=lost[0],
+                task=ends[0],
             ) from error
 
     def _wait_moved(self, wanted: int, names: Sequence[str], polling: Polling) -> None:

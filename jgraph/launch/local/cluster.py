@@ -18,7 +18,7 @@ from jgraph.cluster.options import check_sources
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
 from jgraph.cluster.wait_message import show_wait
 from jgraph.coordination.liveness.freezes import FROZEN_S
-from jgraph.errors import ConfigError, RescaleError, UnknownDeviceError, hints
+from jgraph.errors import ConfigError, JGError, RescaleError, UnknownDeviceError, hints
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
 from jgraph.launch.local.freezes import check_frozen_s
@@ -238,7 +238,7 @@ class LocalCluster(Cluster):
 
     def gone(self) -> Mapping[TaskName, str]:
         """See ``Cluster.gone``."""
-        ends = self._processes.gone()
+        ends = self._gone()
         if self.starts_again:  # it died too often, and does again
             return ends
         return {
@@ -254,7 +254,13 @@ class LocalCluster(Cluster):
     def check_startable(self) -> None:
         """See ``Cluster.check_startable``."""
         remedy = "give jg.LocalCluster more restarts, for example restarts=5"
-        check_none_gone(self._processes.gone(), remedy)
+        check_none_gone(self._gone(), remedy)
+
+    def _gone(self) -> dict[TaskName, str]:
+        if self._is_elastic and self._processes.gone(self.tasks()):
+            with suppress(JGError):  # its master may be one of them
+                self.refresh()
+        return self._processes.gone(self.tasks())
 
     def close(self) -> None:
         """Ends all processes and frees their ports."""

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -375,14 +375,20 @@ class TaskProcesses:
         """Whether a task that died is started again."""
         return self._restarter is not None
 
-    def gone(self) -> dict[TaskName, str]:
-        """Returns why, by task, for those that ended and are not started again."""
+    def gone(self, members: Collection[TaskName]) -> dict[TaskName, str]:
+        """Returns why, by task, for those that ended and are not started again.
+
+        Args:
+          members: tasks of the cluster; others that ended in order have left it.
+        """
         if self._restarter is not None:
             return dict(self._restarter.final_deaths)
         return {
             process.task: f"{process.task} ended by {process.how_it_ended()}"
             for process in list(self._processes)
-            if process.process.poll() is not None and process.task not in self._again
+            if process.process.poll() is not None
+            and process.task not in self._again
+            and (process.task in members or process.process.poll() != 0)
         }
 
     def restart(self, task: str, grace_s: float) -> int:

@@ -12,7 +12,13 @@ from jgraph.client.cluster import Cluster, connect, connect_as_is
 from jgraph.client.connection import Connection
 from jgraph.client.runs.scaling import wanted_tasks
 from jgraph.cluster.options import RECORDS_DIR
-from jgraph.errors import ConfigError, DeadlineError, JGError, RescaleError
+from jgraph.errors import (
+    ConfigError,
+    DeadlineError,
+    JGError,
+    RescaleError,
+    TaskMissingError,
+)
 from jgraph.graph.device import TaskName
 from jgraph.server import server
 from jgraph.server.members.joining import join_cluster
@@ -98,6 +104,29 @@ def test_a_worker_that_is_lost_is_the_first_that_leaves() -> None:
                     f"/job:worker/task:{index}" for index in (0, 2)
                 ]
             assert cluster.scale(ps=1) == ["/job:ps/task:0"]  # no run has used it
+    finally:
+        servers.stop()
+
+
+def test_workers_that_ended_and_that_nobody_starts_are_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They stay tasks of the cluster, which somebody may start again."""
+    servers = Servers(ps=1, worker=2)
+    workers = [TaskName(f"/job:worker/task:{index}") for index in range(2)]
+
+    def check() -> None:
+        raise TaskMissingError("nothing starts them again", missing=workers)
+
+    try:
+        with connect(servers.server("/job:ps/task:0").target, timeout_s=20) as cluster:
+            monkeypatch.setattr(cluster, "check_startable", check)
+            assert cluster.scale(workers=2) == workers
+            for task in workers:
+                cluster.drain(task, grace_s=0.0)
+                servers.lose(task)
+            with pytest.raises(RescaleError, match=r"task:1 is one of the 2 workers"):
+                cluster.scale(workers=2)
     finally:
         servers.stop()
 

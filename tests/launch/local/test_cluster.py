@@ -305,6 +305,15 @@ def test_a_process_that_joins_in_place_of_a_lost_one_is_the_task() -> None:
 
 
 @pytest.mark.timeout(150)
+def test_a_ps_that_has_left_is_not_one_that_ended() -> None:
+    with LocalCluster(ps=2, workers=1, elastic=True) as cluster:
+        process = psutil.Process(cluster.pid("/job:ps/task:1"))
+        cluster.scale(ps=1, wait=False)
+        wait_until(lambda: process.status() == psutil.STATUS_ZOMBIE, 60)
+        wait_until(lambda: cluster.gone() == {})
+
+
+@pytest.mark.timeout(150)
 def test_a_worker_that_joined_and_died_joins_again() -> None:
     with LocalCluster(ps=1, workers=1, elastic=True, restarts=2) as cluster:
         worker = cluster.scale(workers="+1")[1]
