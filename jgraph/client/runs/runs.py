@@ -3,19 +3,17 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, final
 
 from jgraph.client.connection import Connection
 from jgraph.cluster import event_loop
+from jgraph.cluster.deadlines import bounded_s
 from jgraph.cluster.loop_messages import Homes, homes_in
 from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Address, Frame, Transport
 from jgraph.view.markup import data
-
-_A_WEEK_S: Final = 7 * 86400.0
-"""What is told of a run comes as long as that goes on."""
 
 
 @final
@@ -137,7 +135,7 @@ def stream_of(
     transport: Transport, address: Address, method: str, request: Frame
 ) -> Iterator[Frame]:
     """Yields the replies to a call that goes on as long as a run does."""
-    replies = transport.call(address, method, request, timeout_s=_A_WEEK_S)
+    replies = transport.call(address, method, request, timeout_s=bounded_s(0.0))
 
     async def next_one() -> Frame | None:
         return await anext(replies, None)

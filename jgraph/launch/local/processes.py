@@ -404,7 +404,8 @@ class TaskProcesses:
         self._again.add(process.task)  # it is not gone meanwhile
         try:
             code = process.terminate(grace_s)
-            if code == 0 or self._restarter is None:  # which starts those that died
+            restarter = self._restarter  # starts those that died, not too often
+            if not (code and restarter) or process.task in restarter.final_deaths:
                 process.start(self.spec)
                 wait_started(process, self.spec, START_S)
                 if self._restarter is not None:

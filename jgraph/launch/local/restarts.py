@@ -98,6 +98,7 @@ class Restarter:
 
     def watch(self, process: Process) -> None:
         """Starts a process again when it dies; it runs."""
+        self.final_deaths.pop(process.task, None)
         thread = threading.Thread(
             target=self._watch,
             args=(process,),

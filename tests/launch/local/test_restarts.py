@@ -65,6 +65,8 @@ def test_killed_task_comes_back_empty_and_is_taken_back_until_it_dies_too_often(
         assert "listens on" in told[0].getMessage()  # the end of its log
         did = [event.kind for event in cluster.events() if event.by == "launcher"]
         assert did == ["died", "restarted", "abandoned"]
+        cluster.restart(PS)  # by hand, however often it died
+        assert cluster.wait_for_tasks(30)
         processes = [psutil.Process(cluster.pid(WORKER))]
     assert not psutil.wait_procs(processes, timeout=5)[1]
     assert not [t for t in threading.enumerate() if t.name.startswith("jgraph-/job")]
