@@ -5,7 +5,7 @@ the state of the run is kept elsewhere: saved, or in a copy or a log.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import final
 
@@ -45,7 +45,7 @@ class PsHolds:
             if task not in self._held and task != self.peers.task:
                 self._held[task] = asyncio.ensure_future(self._hold(task))
 
-    def hold_again(self, tasks: Iterable[TaskName]) -> None:
+    def hold_again(self, tasks: Collection[TaskName]) -> None:
         """Holds the new processes of tasks that were lost, or were let go."""
         self.let_go(tasks)
         self._leaving.difference_update(tasks)

@@ -126,7 +126,8 @@ class RunLosses:
 
         One that held variables of the run, and was started again, has lost them.
         """
-        if self._holds(task) and ready.get(task, self.known[task]) != self.known[task]:
+        before = self.known.get(task)
+        if self._holds(task) and before and ready.get(task, before) != before:
             what = f"{task} was started again, and what it held is lost"
             self.unreached[task] = TaskLostError(what, task=task)
             return False

@@ -103,7 +103,7 @@ class Standby:
         before: "Standby | None" = None,
     ) -> None:
         self.master = TaskName(order.master)
-        self._incarnation = order.incarnation
+        self._incarnation, self._term = order.incarnation, order.term
         self.standbys = list(map(TaskName, order.standbys))
         self._before = None if before is None else before.reader
         # It said so itself: one that is busy may not answer who asks.
@@ -147,8 +147,9 @@ class Standby:
         self._retired = True
 
     def is_of_another(self, order: pb.OpenRun) -> bool:
-        """Whether an invitation is of another master."""
-        return (order.master, order.incarnation) != (self.master, self._incarnation)
+        """Whether an invitation is of another master, or of one that is it again."""
+        mine = self.master, self._incarnation, self._term
+        return (order.master, order.incarnation, order.term) != mine
 
     def close(self) -> None:
         """Follows the master no more: the run has another one."""

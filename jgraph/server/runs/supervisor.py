@@ -767,7 +767,7 @@ class RunSupervisor:
             return False
         self._note_order()
         if self._is_held:
-            self._holds.hold_again(map(TaskName, owners))
+            self._holds.hold_again(list(map(TaskName, owners)))
         return True
 
     def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

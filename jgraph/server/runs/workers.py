@@ -345,7 +345,7 @@ class RunWorkers:
         self.handle(WorkerReady(replica) if ready else WorkerNotReady(replica))
 
     async def _make_ready(self, replica: int, number: int) -> bool | None:
-        """Gives a worker what its loop needs; None: the run goes on elsewhere."""
+        """Gives a worker what its loop needs; None: no run goes on here."""
         order = self.orders.replicas[replica]
         try:
             await check_master(self.joiners.peers, order.run, order.term)
@@ -364,4 +364,7 @@ class RunWorkers:
         except JGError as error:  # it went away again; the next look tells
             _LOG.info("%s does not take part yet: %s", order.task, error.message)
             return False
+        if self.joiners.record.is_over:  # what was made for it is dropped by now
+            await ready.drop(order.handle)
+            return None
         return True

@@ -324,6 +324,17 @@ def test_heir_of_a_master_that_began_nothing_has_the_number_after() -> None:
     run_async(main(), timeout_s=20)
 
 
+def test_a_master_that_is_one_again_after_another_has_another_journal() -> None:
+    async def main() -> None:
+        heir = standby(Behind([LOOP, BEGUN], TaskLostError("gone")), term=1)
+        same = pb.OpenRun(run="r", master=MASTER, incarnation=1, term=1)
+        assert not heir.is_of_another(same)
+        same.term = 3
+        assert heir.is_of_another(same)
+
+    run_async(main(), timeout_s=20)
+
+
 def dealt() -> Frame:
     """The data of a run."""
     plan = json.dumps(SlotPlan([Part("a", 10)], 1, 0).to_dict())
