@@ -81,12 +81,14 @@ class Models:
       by_name: the models.
       is_ending: no new request is taken.
       says_ready: False once the server was told to end.
+      first: names of the models that the server started with.
     """
 
     clock: Clock
     by_name: dict[str, ServedModel] = field(default_factory=dict)
     is_ending: bool = False
     says_ready: bool = True
+    first: frozenset[str] = frozenset()
     _mirroring: set["asyncio.Task[None]"] = field(default_factory=set)
 
     def model(self, name: str) -> ServedModel:
@@ -108,9 +110,19 @@ class Models:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model answers, and there is one."""
+        """Whether a model answers, and all that a caller may count on do.
+
+        These are the models of the start, and those that answered since. A model that
+        came later and never answered takes no server from its callers, nor does one
+        that was deleted, or that a caller unloaded.
+        """
         models = self.by_name.values()
-        return self.says_ready and bool(models) and all(m.is_ready for m in models)
+        missed = any(
+            model.is_wanted and (model.has_answered or model.name in self.first)
+            for model in models
+            if not model.is_ready
+        )
+        return self.says_ready and not missed and any(m.is_ready for m in models)
 
     def is_model_ready(self, name: str, version: str) -> bool:
         """Whether a model, or a version of it, answers.

@@ -11,7 +11,13 @@ from jgraph.errors import ArtifactError, ConfigError
 from jgraph.serving.artifact import read_file
 
 FILE: Final = "model.toml"
+MOST_ROWS: Final = 1 << 20
+"""Of an execution: code is tried with so many before a version answers."""
+MOST_SLOTS: Final = 1024
+MOST: Final = 10**12
+"""Of any number; of milliseconds, 31 years."""
 _NUMBER: Final = (int, float)
+_SECTIONS: Final = ("batching", "versions", "outputs")
 _KEYS: Final[Mapping[str, Any]] = {
     "max_rows": int,
     "buckets": list,
@@ -51,8 +57,10 @@ class ModelOptions:
           (1, 2, 4, 8)
         """
         body = tomllib.loads(text)
-        batching, versions = body.pop("batching", {}), body.pop("versions", {})
-        outputs = body.pop("outputs", {})
+        for name in _SECTIONS:
+            if not isinstance(body.setdefault(name, {}), dict):
+                raise ValueError(f"{name} is a section: [{name}]")  # noqa: TRY004
+        batching, versions, outputs = map(body.pop, _SECTIONS)
         newest = versions.pop("newest", 1)
         refuses = outputs.pop("refuse_nonfinite", False)
         sections = (body, versions, outputs)
@@ -60,9 +68,7 @@ class ModelOptions:
         unknown += [key for key in batching if key not in _KEYS]
         if unknown:
             raise ValueError(f"'{unknown[0]}' is no option")
-        for key, value in batching.items():
-            if not isinstance(value, _KEYS[key]) or isinstance(value, bool):
-                raise ValueError(f"{key} has a value of another type")  # noqa: TRY004
+        _check_batching(batching)
         if type(newest) is not int or newest < 0:
             raise ValueError("newest is a whole number, 0 for all")
         if type(refuses) is not bool:
@@ -79,6 +85,19 @@ class ModelOptions:
             batching.setdefault("max_rows", max(batching["buckets"], default=0))
         limits = Limits(max_delay_s=delay_ms / 1000, **batching)
         return cls(limits, timeout_s, newest, refuses)
+
+
+def _check_batching(batching: Mapping[str, Any]) -> None:
+    for key, value in batching.items():
+        if not isinstance(value, _KEYS[key]) or isinstance(value, bool):
+            raise ValueError(f"{key} has a value of another type")  # noqa: TRY004
+        if isinstance(value, _NUMBER) and not abs(value) <= MOST:  # NaN is not
+            raise ValueError(f"{key} is {value!s:.40}; give {MOST:,} at most")
+    sizes = [batching.get("max_rows", 1), *batching.get("buckets", ())]
+    if any(type(size) is not int or size > MOST_ROWS for size in sizes):
+        raise ValueError(f"max_rows and buckets are whole numbers up to {MOST_ROWS:,}")
+    if batching.get("slots", 1) > MOST_SLOTS:
+        raise ValueError(f"slots is {MOST_SLOTS:,} at most")
 
 
 def _powers(most: int) -> list[int]:
@@ -98,5 +117,5 @@ def read_options(model: Path) -> ModelOptions:
         return ModelOptions()
     except ConfigError as error:
         raise ArtifactError(f"{model / FILE}: {error.message}") from error
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ArtifactError(f"{model / FILE}: {error}; correct it") from error

@@ -19,6 +19,7 @@ from jgraph.client.cluster import Cluster
 from jgraph.clock import SystemClock
 from jgraph.cluster import event_loop
 from jgraph.cluster.transport_choice import is_loopback
+from jgraph.counts import is_count, is_duration
 from jgraph.errors import (
     CertificateError,
     ConfigError,
@@ -31,7 +32,7 @@ from jgraph.rpc.grpc.listening import listen, server_options, stop_listening
 from jgraph.rpc.security.token import SERVE_NAME, Token, home, own_path
 from jgraph.runtime.compiled.compile_cache import CompileCache
 from jgraph.serving.answering import VersionSource
-from jgraph.serving.artifact import MODEL_NAME, versions_in
+from jgraph.serving.artifact import MODEL_NAME, local_directory, versions_in
 from jgraph.serving.exported_model import named
 from jgraph.serving.inference import Models
 from jgraph.serving.oip_grpc import InferenceService
@@ -111,7 +112,7 @@ class ModelServer:
         max_message: int = MAX_MESSAGE,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        self.path = None if path is None else Path(path).expanduser().absolute()
+        self.path = None if path is None else local_directory(path)
         self._sources = tuple(models)
         self._may_be_empty = may_be_empty
         self._cluster = cluster
@@ -133,6 +134,8 @@ class ModelServer:
         self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), "jgraph-serve")
         self._bodies = ThreadPoolExecutor(1, "jgraph-json")
         self._models = Models(self._clock)
+        self._unreadable: dict[str, str] = {}
+        """Models whose directories could not be read at the last look, and why."""
         self._tasks: list[asyncio.Task[Any]] = []
         self._grpc: asyncio.Task[None] | None = None
         self._uvicorn: Any = None
@@ -148,10 +151,20 @@ class ModelServer:
                 f"there is no directory {self.path}; export a model first"
             )
         for port in (self.http_port, self.grpc_port):
-            if port is not None and not 0 <= port < 1 << 16:
+            if port is not None and not (is_count(port, 0) and port < 1 << 16):
                 raise ConfigError(
-                    f"{port} is no port; give 1 to 65535, or 0 for any that is free"
+                    f"{port!r:.40} is no port; give 1 to 65535, or 0 for any that is "
+                    "free"
                 )
+        if not (is_duration(self._watch_s) and self._watch_s < float("inf")):
+            raise ConfigError(
+                f"watch_s={self._watch_s!r:.40} is how often to look for new "
+                "versions; give seconds, more than 0"
+            )
+        for name in ("max_message", "max_connections"):
+            value = getattr(self, f"_{name}")
+            if not is_count(value, 1):
+                raise ConfigError(f"{name}={value!r:.40}: give a number, 1 or more")
         if not (is_loopback(self._bind) or self._tls or insecure_i_accept):
             raise InsecureError(
                 f"at {self._bind} others could read requests and the token; give "
@@ -163,6 +176,9 @@ class ModelServer:
 
     async def _start(self) -> None:
         await self._look()
+        if (why := self._unreadable.get(str(self.path))) is not None:
+            raise ConfigError(f"cannot look for models in {self.path}: {why}")
+        self._models.first = frozenset(self._models.by_name)
         if not (self._models.by_name or self._may_be_empty):
             raise ConfigError(
                 f"{self.path} holds no exported models; jg.export writes them to "
@@ -248,25 +264,42 @@ class ModelServer:
             await asyncio.sleep(self._watch_s)
             try:
                 await self._look()
-            except OSError as error:
-                _LOG.warning("Cannot look for models in %s: %s", self.path, error)
+            except Exception:  # noqa: BLE001  # no look may be the last one
+                _LOG.exception("A look for new versions failed in an unexpected way.")
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
+        unreadable = await self._find()
         there = self._models.by_name
-        for one in self._sources:
-            if one.name not in there:
-                self._serve(one)
-        if self.path is not None:
-            for path in await loop.run_in_executor(None, _models_in, self.path):
-                if path.name not in there:
-                    self._serve(
-                        ExportedVersions(
-                            path, self._cache, self._cluster, self._threads
-                        )
-                    )
         for model in list(there.values()):
-            model.tell(await loop.run_in_executor(None, model.source.look))
+            try:
+                model.tell(await loop.run_in_executor(None, model.source.look))
+            except OSError as error:  # it stays as it is, and others are looked at
+                unreadable[model.name] = error.strerror or str(error)
+            if not model.states:
+                del there[model.name]
+        for name, why in unreadable.items():
+            if self._unreadable.get(name) != why:
+                _LOG.warning("Cannot look for models in %s: %s", name, why)
+        self._unreadable = unreadable
+
+    async def _find(self) -> dict[str, str]:
+        """Serves models that are new; returns what cannot be read, and why."""
+        there = self._models.by_name
+        for source in self._sources:
+            if source.name not in there:
+                self._serve(source)
+        if self.path is None:
+            return {}
+        found, unreadable = await asyncio.get_running_loop().run_in_executor(
+            None, _models_in, self.path
+        )
+        for path in found:
+            if path.name not in there:
+                self._serve(
+                    ExportedVersions(path, self._cache, self._cluster, self._threads)
+                )
+        return unreadable
 
     def _serve(self, source: VersionSource) -> None:
         model = ServedModel(source, self._clock, self._loader, self._threads)
@@ -465,17 +498,24 @@ def yield_to_others() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
-def _models_in(path: Path) -> list[Path]:
-    if versions_in(path):
-        return [path]
-    with os.scandir(path) as entries:
-        return [
-            Path(entry.path)
-            for entry in entries
-            if MODEL_NAME.fullmatch(entry.name)
-            and entry.is_dir(follow_symlinks=False)
-            and versions_in(Path(entry.path))
-        ]
+def _models_in(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """Returns the models of a directory, and what cannot be read, with its reason."""
+    found: list[Path] = []
+    unreadable: dict[str, str] = {}
+    try:
+        if versions_in(path):
+            return [path], {}
+        with os.scandir(path) as entries:
+            names = [one.name for one in entries if MODEL_NAME.fullmatch(one.name)]
+    except OSError as error:
+        return [], {str(path): error.strerror or str(error)}
+    for one in (path / name for name in names):
+        try:
+            if one.is_dir() and not one.is_symlink() and versions_in(one):
+                found.append(one)
+        except OSError as error:
+            unreadable[one.name] = error.strerror or str(error)
+    return found, unreadable
 
 
 def _token(source: str | Path | None) -> Token:

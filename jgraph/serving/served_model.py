@@ -172,7 +172,7 @@ class ExportedVersions:
         found = tuple(
             number
             for number in versions_in(self._path)
-            if (self._path / str(number) / FILE).is_file()
+            if _has_manifest(self._path / str(number))
         )
         try:
             self._labels, problem = read_labels(self._path), ""
@@ -215,6 +215,7 @@ class ExportedVersions:
         path, options = self._path / str(version), read_options(self._path)
         place = self._check_same(path)
         loaded, options = self._read(path, options)
+        self.newest = options.newest
         self._manifests[path.name] = place
         return loaded, options
 
@@ -324,6 +325,8 @@ class ServedModel:
         self._there: dict[int, ServedVersion] = {}
         self._mirror = ""
         self._draining: set[int] = set()
+        self.has_answered = False
+        """Whether a version was ready, at any time."""
         self._loading: set[asyncio.Task[None]] = set()
 
     @property
@@ -370,6 +373,7 @@ class ServedModel:
 
     def _publish(self, table: Publish) -> None:
         self._table = table
+        self.has_answered = self.has_answered or bool(table.ready)
         self._set_mirrors()
         ready = ", ".join(map(str, table.ready)) or "nothing"
         _LOG.info("%s answers with version %s.", self.name, ready)
@@ -396,7 +400,7 @@ class ServedModel:
             self.tell(Failed(version, why))
             return
         self._there[version] = loaded
-        self.tell(Loaded(version))
+        self.tell(Loaded(version, self.source.newest))
 
     def _loaded(self, version: int) -> ServedVersion:
         loaded, options = self.source.load(version)
@@ -477,6 +481,11 @@ class ServedModel:
         return ModelNotReadyError(f"{self.name} cannot answer: {what}")
 
     @property
+    def is_wanted(self) -> bool:
+        """Whether there are versions of it that nobody asked to unload."""
+        return self._machine.is_wanted
+
+    @property
     def is_ready(self) -> bool:
         """Whether it answers."""
         ready = [self._there[number] for number in self._table.ready]
@@ -527,6 +536,13 @@ def _facts(path: Path) -> tuple[str, _Place]:
     except OSError:  # it is not there; whoever reads it says so
         return str(path), (0, 0, 0)
     return str(path), (facts.st_ino, facts.st_mtime_ns, facts.st_size)
+
+
+def _has_manifest(version: Path) -> bool:
+    try:
+        return (version / FILE).is_file()
+    except OSError:
+        return True  # whoever loads it says why it cannot
 
 
 def _newest(path: Path) -> int:

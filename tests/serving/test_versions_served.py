@@ -1,5 +1,6 @@
 """New versions, labels and the end of a server cost no request."""
 
+import errno
 import http.client
 import itertools
 import json
@@ -161,6 +162,81 @@ def test_a_version_that_failed_is_tried_again_when_its_files_are_others(
         mend(whole, models / "m" / "2")
         server.refresh()
         assert server.predict("m", X)["y"][0, 0] == 2
+
+
+def test_how_many_versions_answer_is_read_again_with_the_next_one(
+    tmp_path: Path,
+) -> None:
+    constant(tmp_path, 1)
+    constant(tmp_path, 2)
+    with jg.serve(tmp_path, http_port=None, watch_s=3600) as server:
+        (tmp_path / "m" / "model.toml").write_text("[versions]\nnewest = 0\n")
+        constant(tmp_path, 3)
+        server.refresh()
+        assert [row["state"] for row in server.status()] == ["READY"] * 3
+
+
+def is_ready(server: jg.ModelServer) -> bool:
+    return call(server, "GET", "/v2/health/ready")[0] == 200
+
+
+def test_a_model_that_came_later_and_is_broken_takes_no_server_from_its_callers(
+    tmp_path: Path,
+) -> None:
+    whole = constant(tmp_path / "models", 1).path
+    broken = tmp_path / "models" / "broken" / "1"
+    no_code = shutil.ignore_patterns("programs")
+    with jg.serve(tmp_path / "models", watch_s=3600) as server:
+        shutil.copytree(whole, broken, ignore=no_code)
+        server.refresh()
+        assert call(server, "GET", "/v2/models/broken/ready")[0] == 503
+        assert is_ready(server)
+    with jg.serve(tmp_path / "models", watch_s=3600) as server:
+        assert not is_ready(server)  # what it was started for is not there
+        shutil.rmtree(broken.parent)
+        server.refresh()
+        assert is_ready(server)
+        assert call(server, "GET", "/v2/models/broken/ready")[0] == 404
+
+
+def test_a_model_that_a_caller_unloaded_is_not_missed(tmp_path: Path) -> None:
+    constant(tmp_path, 1)
+    half_plus_three(tmp_path)
+    with jg.serve(tmp_path, allow_control=True, watch_s=3600) as server:
+        assert is_ready(server)
+        call(server, "POST", "/v2/repository/models/m/unload", {})
+        assert call(server, "GET", "/v2/models/m/ready")[0] == 503
+        assert is_ready(server)
+
+
+class Unreadable:
+    """A model whose directory cannot be read."""
+
+    name = "away"
+    newest = 1
+
+    def look(self) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    def load(self, version: int) -> Any:
+        raise AssertionError("nothing was found that could be loaded")
+
+    def set_label(self, label: str, version: int | None) -> None:
+        raise AssertionError("there is no version that could have it")
+
+
+def test_a_directory_that_cannot_be_read_keeps_no_other_model_as_it_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    constant(tmp_path, 1)
+    with jg.ModelServer(
+        tmp_path, models=[Unreadable()], http_port=None, watch_s=3600
+    ) as server:
+        constant(tmp_path, 2)
+        server.refresh()
+        assert server.predict("m", X)["y"][0, 0] == 2
+    told = [one for one in caplog.messages if "away: Permission denied" in one]
+    assert len(told) == 1
 
 
 def test_labels_move_by_file_and_a_bad_file_moves_nothing(tmp_path: Path) -> None:

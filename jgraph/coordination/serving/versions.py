@@ -41,9 +41,14 @@ class Listed:
 @final
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A version is in memory, and answered its example."""
+    """A version is in memory, and answered its example.
+
+    Attributes:
+      newest: how many of the newest versions are wanted from now on; None: as before.
+    """
 
     version: int
+    newest: int | None = None
 
 
 @final
@@ -153,6 +158,11 @@ class Versions:
         ]
 
     @property
+    def is_wanted(self) -> bool:
+        """Whether there are versions that nobody asked to unload."""
+        return self._is_wanted and bool(self._states)
+
+    @property
     def pending(self) -> dict[str, int]:
         """Labels that name a version which cannot answer yet."""
         return {
@@ -167,8 +177,9 @@ class Versions:
         match event:
             case Listed():
                 self._take(event)
-            case Loaded(version):
+            case Loaded(version, newest):
                 self._states[version] = READY
+                self._newest = self._newest if newest is None else newest
             case Failed(version, why):
                 self._states[version] = FAILED
                 self._reasons[version] = why

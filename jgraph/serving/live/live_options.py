@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, final
 
 from jgraph.coordination.serving.lookup_share import LookupShare
+from jgraph.counts import as_ints, is_count, is_duration, is_share
 from jgraph.errors import ConfigError
+from jgraph.serving.model_options import MOST_ROWS
 
 OnLoss: TypeAlias = Literal["stale", "error"]
 CACHE_ROWS: Final = 100_000
@@ -28,7 +30,7 @@ class LiveOptions:
     rtol: float = 1e-5
 
     def __post_init__(self) -> None:
-        if not 0 < self.refresh_s < float("inf"):
+        if not (is_duration(self.refresh_s) and self.refresh_s < float("inf")):
             raise ConfigError(
                 f"refresh_s={self.refresh_s!r} is how often dense parameters are "
                 "copied; give seconds, more than 0"
@@ -38,9 +40,17 @@ class LiveOptions:
                 f"on_loss={self.on_loss!r}: give 'stale', to answer with what was "
                 "there, or 'error', to refuse requests meanwhile"
             )
-        if self.cache_rows < 0 or self.max_rows < 1:
+        if not (is_count(self.cache_rows, 0) and is_count(self.max_rows, 1)):
             raise ConfigError(
-                f"cache_rows={self.cache_rows}, max_rows={self.max_rows}: give 0 or "
-                "more, and 1 or more"
+                f"cache_rows={self.cache_rows!r}, max_rows={self.max_rows!r}: give 0 "
+                "or more, and 1 or more"
             )
+        if self.max_rows > MOST_ROWS:
+            raise ConfigError(
+                f"max_rows={self.max_rows} is what one execution takes; give "
+                f"{MOST_ROWS:,} at most"
+            )
+        if not is_share(self.rtol):
+            raise ConfigError(f"rtol={self.rtol!r:.40}: give a number from 0 to 1")
+        as_ints(self, "cache_rows", "max_rows")
         LookupShare(self.max_share)  # it checks that
