@@ -114,7 +114,7 @@ def test_hostile_handle_ends_the_stream_with_a_status(case: str, agreed: bool) -
     handle, said = pb.SharedBlock(), BAD_HANDLES[case][1]
     handle.CopyFrom(BAD_HANDLES[case][0])
     if handle.fd:
-        handle.fd = lent[0].fd
+        handle.fd, handle.slab = lent[0].fd, lent[0].slab
     bad = prepare(step(1, LARGE)).encoded({0: handle}, sequence=1)
 
     async def main() -> None:

@@ -102,6 +102,7 @@ class SharedBlock(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
     READ_ONLY_FIELD_NUMBER: _builtins.int
+    SLAB_FIELD_NUMBER: _builtins.int
     fd: _builtins.int
     """of the slab, in the sender's process"""
     offset: _builtins.int
@@ -110,6 +111,10 @@ class SharedBlock(_message.Message):
     """index into the slots of the control memory"""
     read_only: _builtins.bool
     """nobody writes to it, as others may be looking at it"""
+    slab: _builtins.int
+    """Of the slab, in its first bytes behind the nonce: a process gives the number `fd` to
+    another slab when one is over.
+    """
     def __init__(
         self,
         *,
@@ -117,10 +122,11 @@ class SharedBlock(_message.Message):
         offset: _builtins.int = ...,
         slot: _builtins.int = ...,
         read_only: _builtins.bool = ...,
+        slab: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fd", b"fd", "offset", b"offset", "read_only", b"read_only", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fd", b"fd", "offset", b"offset", "read_only", b"read_only", "slab", b"slab", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

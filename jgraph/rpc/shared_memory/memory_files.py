@@ -9,6 +9,7 @@ reads it (which would kill the reader).
 import mmap
 import os
 import stat
+import struct
 import sys
 from contextlib import suppress
 from typing import Final, TypeAlias, final
@@ -21,6 +22,8 @@ NONCE_BYTES: Final = 32
 Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 _NAME: Final = "jgraph"
+_NUMBER: Final = struct.Struct("<Q")
+_MARK_BYTES: Final = NONCE_BYTES + _NUMBER.size
 _HUGE_PAGE_BYTES: Final = 2 << 20
 _LINK: Final = f"/memfd:{_NAME} (deleted)"
 
@@ -32,11 +35,13 @@ def is_supported() -> bool:
 
 @final
 class MemoryFile:
-    """A sealed file of this process, mapped; its first bytes are ``nonce``.
+    """A sealed file of this process, mapped; it begins with a nonce and a number.
 
     Args:
       nbytes: its size, for ever.
-      nonce: proves to another process that it looks at this memory.
+      nonce: proves to another process that it looks at this memory; empty: neither is
+        written.
+      number: which one it is of those with that nonce; ``fd`` may be of another later.
 
     Raises:
       OSError: no more memory or file descriptors, or not allowed.
@@ -48,7 +53,7 @@ class MemoryFile:
       >>> file.close()
     """
 
-    def __init__(self, nbytes: int, nonce: bytes) -> None:
+    def __init__(self, nbytes: int, nonce: bytes, number: int = 0) -> None:
         if sys.platform != "linux":
             raise OSError("memory files need Linux")
         import fcntl
@@ -63,7 +68,10 @@ class MemoryFile:
         except BaseException:
             os.close(self.fd)
             raise
-        self.data[: len(nonce)] = np.frombuffer(nonce, np.uint8)
+        self.number = number
+        self._nonce_bytes = len(nonce)
+        mark = nonce + _NUMBER.pack(number) if nonce else b""
+        self.data[: len(mark)] = np.frombuffer(mark, np.uint8)
 
     def give_back(self, start: int, nbytes: int) -> None:
         """Gives pages to the kernel, of all who map them; they are zeros then.
@@ -76,18 +84,22 @@ class MemoryFile:
             self._mapped.madvise(mmap.MADV_REMOVE, start, nbytes)
 
     def close(self) -> None:
-        """Ends access from other processes; mappings and arrays stay valid."""
+        """Ends access from other processes; mappings and arrays stay valid.
+
+        Who has it mapped sees that by ``is_over``.
+        """
         if self.fd >= 0:
+            self.data[: self._nonce_bytes] = 0
             os.close(self.fd)
         self.fd = -1
 
 
-def map_foreign(pid: int, fd: int, nonce: bytes) -> Bytes:
+def map_foreign(pid: int, fd: int, nonce: bytes, number: int = 0) -> Bytes:
     """Returns the writable bytes of a ``MemoryFile`` of another process.
 
     Raises:
       MalformedMessageError: it cannot be opened from here, is not such a file, is not
-        sealed, or holds another nonce.
+        sealed, or holds another nonce or number.
     """
     if sys.platform != "linux":
         raise MalformedMessageError("this system has no memory files")
@@ -108,14 +120,24 @@ def map_foreign(pid: int, fd: int, nonce: bytes) -> Bytes:
         ) from error
     if len(nonce) != NONCE_BYTES or data[:NONCE_BYTES].tobytes() != nonce:
         raise MalformedMessageError(f"{path} holds another nonce than was announced")
+    (found,) = _NUMBER.unpack(data[NONCE_BYTES:_MARK_BYTES].tobytes())
+    if found != number:
+        raise MalformedMessageError(
+            f"{path} is shared memory number {found:,}, and {number:,} was announced"
+        )
     return data
+
+
+def is_over(data: Bytes) -> bool:
+    """Whether the owner of a ``MemoryFile`` has closed it."""
+    return not data[:NONCE_BYTES].any()
 
 
 def _checked_size(fd: int, path: str) -> int:
     import fcntl
 
     found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_size < NONCE_BYTES:
+    if not stat.S_ISREG(found.st_mode) or found.st_size < _MARK_BYTES:
         raise MalformedMessageError(f"{path} is too small for shared memory of jgraph")
     seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW

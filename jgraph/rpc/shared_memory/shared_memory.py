@@ -20,7 +20,12 @@ import numpy as np
 from jgraph.errors import MalformedMessageError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.shared_memory.memory_blocks import PAGE_BYTES, Budget, Slots
-from jgraph.rpc.shared_memory.memory_files import Bytes, MemoryFile, map_foreign
+from jgraph.rpc.shared_memory.memory_files import (
+    Bytes,
+    MemoryFile,
+    is_over,
+    map_foreign,
+)
 from jgraph.rpc.shared_memory.slabs import Loan, Slabs
 
 _logger = logging.getLogger(__name__)
@@ -107,7 +112,11 @@ class SendMemory:
         self._loans[slot] = loan
         self._is_lent[slot] = 1
         handle = pb.SharedBlock(
-            fd=loan.fd, offset=loan.start, slot=slot, read_only=loan.tensor != 0
+            fd=loan.fd,
+            slab=loan.slab,
+            offset=loan.start,
+            slot=slot,
+            read_only=loan.tensor != 0,
         )
         return handle, loan
 
@@ -203,7 +212,7 @@ class ReceiveMemory:
         self._nonce = announced.nonce
         control = map_foreign(announced.pid, announced.fd, announced.nonce)
         self._is_lent = control[FIRST_SLOT:]
-        self._slabs: dict[int, Bytes] = {}
+        self._slabs: dict[tuple[int, int], Bytes] = {}  # by fd and number
 
     def array(self, handle: pb.SharedBlock, nbytes: int) -> Bytes:
         """Returns the bytes of a block; it is given back when the last view is gone.
@@ -213,7 +222,7 @@ class ReceiveMemory:
         Raises:
           MalformedMessageError: the handle does not name ``nbytes`` of that memory.
         """
-        slab = self._slab(handle.fd)
+        slab = self._slab(handle.fd, handle.slab)
         end = handle.offset + nbytes
         if handle.offset % ALIGNMENT or handle.offset < ALIGNMENT or end > slab.size:
             raise MalformedMessageError(
@@ -227,10 +236,14 @@ class ReceiveMemory:
             )
         return np.asarray(_Lease(slab, handle, nbytes, self._is_lent))
 
-    def _slab(self, fd: int) -> Bytes:
-        slab = self._slabs.get(fd)
+    def _slab(self, fd: int, number: int) -> Bytes:
+        slab = self._slabs.get((fd, number))
         if slab is None:
-            slab = self._slabs[fd] = map_foreign(self._pid, fd, self._nonce)
+            slab = map_foreign(self._pid, fd, self._nonce, number)
+            # Of what is over nothing comes any more, and it is memory of this machine.
+            known = self._slabs.items()
+            self._slabs = {key: data for key, data in known if not is_over(data)}
+            self._slabs[fd, number] = slab
         return slab
 
 

@@ -6,6 +6,7 @@ changed the tensor since. Nobody writes to such a block until all have given it 
 """
 
 import asyncio
+import itertools
 import secrets
 import weakref
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ class Loan:
     Attributes:
       block: which.
       fd: of its slab, in this process.
+      slab: number of that.
       start: of the block in that file.
       room: the bytes of the tensor.
       filling: held by who copies the tensor there.
@@ -47,6 +49,7 @@ class Loan:
 
     block: Block
     fd: int
+    slab: int
     start: int
     room: Bytes
     filling: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -94,6 +97,7 @@ class Slabs:
         self._budget = budget
         self._pool = BlockPool(budget, slab_bytes)
         self._files: dict[int, MemoryFile] = {}
+        self._numbers = itertools.count(1)
         # Of tensors that never change, by their identity.
         self._known: dict[int, tuple[weakref.ref[Any], Loan]] = {}
 
@@ -127,7 +131,8 @@ class Slabs:
         if block is None:
             return None
         file, start = self._files[block.slab], PAGE_BYTES + block.offset
-        return Loan(block, file.fd, start, file.data[start : start + nbytes])
+        room = file.data[start : start + nbytes]
+        return Loan(block, file.fd, file.number, start, room)
 
     def _collect(self) -> None:
         for lender in (*self.lenders, *([] if self.joins is None else [self.joins])):
@@ -149,7 +154,7 @@ class Slabs:
         if not size:
             return False
         try:
-            file = MemoryFile(PAGE_BYTES + size, self.nonce)
+            file = MemoryFile(PAGE_BYTES + size, self.nonce, next(self._numbers))
         except OSError:
             return False
         self._files[self._pool.add_slab(size)] = file

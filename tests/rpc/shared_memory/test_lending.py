@@ -1,10 +1,12 @@
 """Large tensors are copied into shared memory whole, and piece by piece."""
 
 import asyncio
+import os
 
 import numpy as np
 import pytest
 
+from jgraph.errors import MalformedMessageError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.shared_memory import lending
@@ -145,3 +147,33 @@ def test_a_block_that_a_lost_receiver_may_look_at_is_never_written_again() -> No
     assert np.array_equal(at_lost, LARGE)
     two.close()
     assert slabs.taken == 0
+
+
+def test_who_lives_on_reads_new_memory_where_a_file_has_the_number_of_an_old_one() -> (
+    None
+):
+    slabs = Slabs(Budget(1 << 20))
+    (one, at_one), (two, at_two) = a_pair(slabs), a_pair(slabs)
+
+    async def main() -> None:
+        to_lost, old = [await lent(LARGE, memory) for memory in (one, two)]
+        at_lost = at_one.array(to_lost, LARGE.nbytes)
+        assert np.array_equal(at_two.array(old, LARGE.nbytes), LARGE)
+        one.close()
+        two.collect()  # the slab is over
+        lower = [os.dup(0)]
+        while lower[-1] < old.fd:
+            lower.append(os.dup(0))
+        os.close(lower.pop())
+        new = await lent(LARGE + 1, two)
+        for fd in lower:
+            os.close(fd)
+        assert new.fd == old.fd
+        assert np.array_equal(at_two.array(new, LARGE.nbytes), LARGE + 1)
+        assert np.array_equal(at_lost, LARGE)
+        assert np.array_equal(at_one.array(to_lost, LARGE.nbytes), LARGE)
+        with pytest.raises(MalformedMessageError, match="and 1 was announced"):
+            at_two.array(old, LARGE.nbytes)
+
+    asyncio.run(main())
+    two.close()

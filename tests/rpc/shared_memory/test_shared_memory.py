@@ -161,8 +161,8 @@ HOSTILE = {
 def test_handle_outside_the_memory_is_refused(case: str) -> None:
     offset, slot, nbytes, said = HOSTILE[case]
     with pair() as (sender, receiver):
-        fd = send(sender).fd
-        handle = pb.SharedBlock(fd=fd, offset=offset, slot=slot)
+        handle = send(sender)
+        handle.offset, handle.slot = offset, slot
         with pytest.raises(MalformedMessageError, match=said):
             receiver.array(handle, nbytes)
 
