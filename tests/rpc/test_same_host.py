@@ -13,6 +13,7 @@ import pytest
 
 from jgraph.errors import ConfigError, TaskLostError
 from jgraph.rpc.grpc.transport import GrpcTransport
+from jgraph.rpc.resumable import dialing, numbers
 from jgraph.rpc.transport import Address, Frame, Tensor
 from jgraph.testing.transport_harness import PS, WORKER, Recorder, step
 from tests.support.run_async import run_async
@@ -59,6 +60,34 @@ def test_large_tensors_go_through_shared_memory_and_small_ones_do_not() -> None:
             assert received.shared_bytes_received == 2 * LARGE.nbytes
             assert 2 * SMALL.nbytes < sent.bytes_sent < 3 * SMALL.nbytes
             assert worker.statistics().reserved_bytes > 0
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("data_port", [0, None])
+def test_tensors_in_shared_memory_are_acknowledged_as_those_in_the_stream(
+    data_port: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory can be shared and the local socket is out of reach."""
+
+    async def out_of_reach(*given: object) -> None:
+        del given
+
+    monkeypatch.setattr(dialing, "connect_local", out_of_reach)
+    monkeypatch.setattr(numbers, "WINDOW_BYTES", 2 * LARGE.nbytes)
+
+    async def main() -> None:
+        ps = GrpcTransport(PS, data_port=data_port)
+        worker = GrpcTransport(WORKER, data_port=data_port)
+        async with pair(ps, worker) as at_ps:
+            sent = asyncio.Event()
+            for i in range(5):
+                worker.post(PS, step(i, LARGE, LARGE, LARGE))
+            worker.when_sent(PS, sent.set)
+            assert len(await at_ps.wait_frames(5)) == 5
+            await sent.wait()
+            there = worker.statistics().peers[PS]
+            assert there.shared_bytes_sent == 15 * LARGE.nbytes
 
     run_async(main())
 

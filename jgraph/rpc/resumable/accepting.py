@@ -125,11 +125,13 @@ class AcceptingEnd:
         decoder = intake.decoder
 
         def feed(chunk: Buffer) -> None:
+            shared = decoder.shared_bytes
             received = decoder.feed(chunk)
             moved(len(chunk))
             if received:
                 self._deliver(received)
-            self._acknowledge(len(chunk))
+            # The sender waits for what it has lent as well.
+            self._acknowledge(len(chunk) + decoder.shared_bytes - shared)
 
         caller = Caller.of_stream(context)
         offer = SocketOffer(caller, decoder.room, feed, self._send_over)
