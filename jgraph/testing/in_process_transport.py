@@ -363,6 +363,10 @@ class _InProcessLink:
         else:
             asyncio.get_running_loop().call_soon(callback)
 
+    def clear(self) -> None:
+        self._backlog.clear()
+        self._note_sent()
+
     def finish(self) -> None:
         self._finishing = True
         self._wake.set()
@@ -391,7 +395,6 @@ class _InProcessLink:
                 self._note_sent()
         finally:
             there.disconnect(src, self)
-            self._note_sent()
 
     def _note_sent(self) -> None:
         callbacks, self._when_sent = self._when_sent, []

@@ -517,6 +517,8 @@ async def peer_that_takes_nothing_is_lost(make: MakeTransport) -> None:
         try:
             for i in range(4):  # the loop does not run: nothing can leave
                 worker.post(PS, _values(i))
+            sent = asyncio.Event()
+            worker.when_sent(PS, sent.set)
             expect(not at_worker.lost, "peer_lost was called inside post")
             error = await at_worker.wait_lost(PS)
             expect(isinstance(error, NotTakingError), repr(error))
@@ -525,6 +527,8 @@ async def peer_that_takes_nothing_is_lost(make: MakeTransport) -> None:
             for word in (PS, WORKER, address, "2 frames", f"{3 * _NBYTES:,} bytes"):
                 expect(word in error.message, f"no '{word}' in: {error.message}")
             expect(len(at_worker.lost) == 1, "told more than once")
+            async with asyncio.timeout(WAIT_S):
+                await sent.wait()
             worker.post(PS, step(7))
             await at_ps.wait_frames(1)
             expect(numbers([f for _, f in at_ps.frames]) == [7], at_ps.frames)

@@ -198,12 +198,11 @@ class OfferedStreams:
             stream = offered.popleft()
             stream.take()
             try:
-                await StreamPipe(stream.write).write(encode(taken).pieces)
-            except asyncio.InvalidStateError:
-                stream.cancel()
-                continue
-            try:
+                try:
+                    await StreamPipe(stream.write).write(encode(taken).pieces)
+                except asyncio.InvalidStateError:
+                    continue
                 yield stream
-            finally:
+            finally:  # also of one whose taker is given up before it has it
                 stream.cancel()
             return

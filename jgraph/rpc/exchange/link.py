@@ -89,6 +89,10 @@ class ExchangeLink:
         """Calls back once nothing is on its way, or the link has ended."""
         self._outbox.when_sent(callback)
 
+    def clear(self) -> None:
+        """Drops everything, and tells those whom ``when_sent`` has to call back."""
+        self._outbox.clear()
+
     def finish(self) -> None:
         """Lets ``run`` end when everything queued is sent."""
         self._outbox.finish()

@@ -43,6 +43,9 @@ class Link(Protocol[_Pushed_contra]):
     def when_sent(self, callback: Callable[[], None]) -> None:
         """Calls back once nothing is on its way, or the link has ended."""
 
+    def clear(self) -> None:
+        """Drops everything, and tells those whom ``when_sent`` has to call back."""
+
     def finish(self) -> None:
         """Lets ``run`` end when everything queued is sent."""
 
@@ -137,6 +140,7 @@ class Links(Generic[_Item]):
     def _ended(self, link: Link[_Item], running: "asyncio.Task[None]") -> None:
         if self._links.get(link.peer, (None, None))[0] is link:
             del self._links[link.peer]
+        link.clear()  # it may have ended before it ran
         error = self._failed.pop(link, None) or _reason(link, running)
         if not self._closed and self._handler is not None:
             self._handler.peer_lost(link.peer, error)

@@ -6,7 +6,12 @@ from typing import final
 
 import grpc
 
-from jgraph.rpc.dial import CONNECT_TIMEOUT_S, open_channel
+from jgraph.rpc.dial import (
+    CONNECT_TIMEOUT_S,
+    is_cancelled,
+    lost_call,
+    open_channel,
+)
 from jgraph.rpc.security.tls import Identity
 from jgraph.rpc.security.token import Token
 from jgraph.rpc.sockets.pipe import Stream
@@ -28,7 +33,11 @@ class Channels:
         self._shared: dict[Address, asyncio.Task[grpc.aio.Channel]] = {}
 
     async def shared(self, dst: Address, timeout_s: float) -> grpc.aio.Channel:
-        """Returns the connected channel to ``dst``, shared by all calls to it."""
+        """Returns the connected channel to ``dst``, shared by all calls to it.
+
+        Raises:
+          JGError: as ``open_channel``, or that this side closed meanwhile.
+        """
         opening = self._shared.get(dst)
         if opening is not None and opening.done():
             channel = opening.result()
@@ -42,7 +51,12 @@ class Channels:
             opening = asyncio.create_task(self.open(dst, timeout_s))
             self._shared[dst] = opening
             opening.add_done_callback(partial(self._forget_failed, dst))
-        return await asyncio.shield(opening)
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            raise lost_call("a call", dst, closed_here=True) from None
 
     async def open(
         self, dst: Address, timeout_s: float, *, task: str = "", patient: bool = False

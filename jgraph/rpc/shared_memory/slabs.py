@@ -168,10 +168,11 @@ class Slabs:
         """
         self._collect()
         blocks = self._pool.take_large(least)
-        try:
-            await asyncio.to_thread(self._empty, blocks)
-        finally:
-            self._pool.give_large(blocks)
+        loop = asyncio.get_running_loop()
+        emptying = loop.run_in_executor(None, self._empty, blocks)
+        # Not before: the thread goes on if whoever waits for it gives up.
+        emptying.add_done_callback(lambda _: self._pool.give_large(blocks))
+        await asyncio.shield(emptying)
         return sum(block.nbytes for block in blocks)
 
     def _empty(self, blocks: Sequence[Block]) -> None:

@@ -237,6 +237,27 @@ def test_text_that_is_no_address_is_refused(address: str) -> None:
     run_async(main())
 
 
+def test_who_asks_while_this_side_closes_is_told_that_and_not_cancelled() -> None:
+    async def main() -> None:
+        heard = asyncio.Event()
+
+        async def says_nothing(
+            reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
+            heard.set()
+            await reader.read()
+
+        async with listener(says_nothing) as address:
+            client = GrpcTransport(None)
+            asking = asyncio.create_task(call(client, address, "Echo", step(1)))
+            await heard.wait()
+            await client.close()
+            with pytest.raises(TaskLostError, match="because this side closed"):
+                await asking
+
+    run_async(main())
+
+
 def test_taken_port_is_named() -> None:
     async def main() -> None:
         first = GrpcTransport(PS)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 
 import jax
 import numpy as np
@@ -266,6 +267,36 @@ def test_what_is_free_is_given_back_to_the_system() -> None:
     assert before - _resident() >= N // PAGE_BYTES
     again = receiver.array(send(sender, 7), N)
     assert again.tolist() == [7] * N
+    sender.close()
+
+
+def test_memory_is_lent_to_nobody_while_it_is_given_back_whoever_waits_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, goes_on, whole = Event(), Event(), MemoryFile.give_back
+
+    def slow(file: MemoryFile, start: int, nbytes: int) -> None:
+        begun.set()
+        goes_on.wait()
+        whole(file, start, nbytes)
+
+    monkeypatch.setattr(MemoryFile, "give_back", slow)
+    slabs = Slabs(Budget(1 << 21), slab_bytes=1 << 20)
+    sender = SendMemory(slabs)
+    receiver = ReceiveMemory(sender.announcement())
+    receiver.array(send(sender), N)  # and is gone
+
+    async def main() -> None:
+        giving = asyncio.create_task(slabs.give_back(least=PAGE_BYTES))
+        await asyncio.to_thread(begun.wait)
+        giving.cancel()
+        await asyncio.wait([giving])
+        array = receiver.array(send(sender, 7), N)
+        goes_on.set()
+        await asyncio.get_running_loop().shutdown_default_executor()
+        assert array.tolist() == [7] * N
+
+    asyncio.run(main())
     sender.close()
 
 
