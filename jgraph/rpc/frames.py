@@ -12,7 +12,7 @@ from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.transport import Frame, Tensor
 
-PROTOCOL: Final = 5
+PROTOCOL: Final = 6
 """Version of the wire contract; both sides of a stream must have the same."""
 
 
