@@ -21,7 +21,12 @@ from jgraph.cli.options import (
     say,
     target_of,
 )
-from jgraph.errors import ConfigError
+from jgraph.errors import (
+    ClusterUnreachableError,
+    ConfigError,
+    DeadlineError,
+    TaskLostError,
+)
 
 if TYPE_CHECKING:
     from jgraph.dashboard.app import Source
@@ -207,6 +212,9 @@ def _source(
 
     where, files = target_of(target, name), {"tls": tls_dir, "token_file": token_file}
     with inspecting(where, timeout_s=timeout_s, **files) as visit:
+        # One that is silent may come; one that refuses whoever asks will not.
+        with suppress(ClusterUnreachableError, TaskLostError, DeadlineError):
+            visit.status()
         try:
             models, models_token_file = watched
             token = _models_token(models_token_file) if models else ""

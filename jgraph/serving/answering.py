@@ -41,6 +41,10 @@ class WaitingFunction(Protocol):
     def problem(self) -> JGError | None:
         """Why it cannot answer now; None: it can."""
 
+    @property
+    def facts(self) -> Mapping[str, Fact]:
+        """What is told beside an answer for no rows."""
+
     def prepare(self, inputs: Sequence[Array]) -> None:
         """Compiles what so many rows need, and tries it; waits for both."""
 

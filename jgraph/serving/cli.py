@@ -1,14 +1,19 @@
 """``jgraph model``: list, show, verify, label and prune exported models."""
 
 import json
+import os
+import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from jgraph.errors import ArtifactError, JGError
 
+_GONE: Final = re.compile(r"\.\d+(\.[0-9a-f]+)?\.gone")
+"""What was to be deleted, by this process or one that was killed meanwhile."""
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Model = Annotated[
     Path, typer.Argument(help="Directory of a model, or of a version.", metavar="PATH")
@@ -119,18 +124,34 @@ def prune(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete all but the newest versions, and those that have a label."""
-    from jgraph.serving.labels import read_labels
+    """Delete all but the newest versions, and those that have a label.
 
-    labelled = set(read_labels(path).targets.values())
-    goners = [p for p in _some_versions(path)[:-keep] if int(p.name) not in labelled]
-    for version in [] if dry_run else goners:
-        # What is renamed first is not found in part by a server.
-        shutil.rmtree(version.rename(path / f".{version.name}.gone"))
+    What cannot be read counts for none, and is deleted if it is older than they are.
+    """
+    from jgraph.serving.labels import one_at_a_time, read_labels
+
+    with one_at_a_time(path):
+        labelled = set(read_labels(path).targets.values())
+        goners = [one for one in _old(path, keep) if int(one.name) not in labelled]
+        for version in [] if dry_run else goners:
+            # What is renamed first is not found in part by a server.
+            version.rename(path / f".{version.name}.{os.urandom(4).hex()}.gone")
+    for rest in [] if dry_run else filter(_GONE.fullmatch, os.listdir(path)):
+        with suppress(FileNotFoundError):  # somebody else deletes it
+            shutil.rmtree(path / rest)
     old = [int(version.name) for version in goners]
     verb = "would delete" if dry_run else "deleted"
     text = ", ".join(map(str, old)) or "nothing"
     _print(as_json, {"deleted": old, "dry_run": dry_run}, f"{verb} {text}")
+
+
+def _old(model: Path, keep: int) -> list[Path]:
+    """Returns the versions that are older than the newest ones that can be read."""
+    versions = _some_versions(model)
+    whole = [one for one in versions if not _facts(one)["problem"]]
+    if len(whole) <= keep:
+        return []
+    return versions[: versions.index(whole[-keep])]
 
 
 def _models(path: Path) -> list[Path]:

@@ -151,10 +151,12 @@ class FunctionQueue:
         Raises:
           NonFiniteError: as the model's options say.
         """
-        if rows == 0:
-            signature = self._function.signature
-            return Answered([spec.empty() for spec in signature.outputs])
         function = self._function
+        if rows == 0:
+            outputs = [spec.empty() for spec in function.signature.outputs]
+            if isinstance(function, LoadedFunction):
+                return Answered(outputs)
+            return Answered(outputs, function.facts)
         joining = self._joining
         if not (joining.runs_at_once(rows) and isinstance(function, LoadedFunction)):
             return None

@@ -1,15 +1,17 @@
 """Labels of a model's versions: ``labels.json``, replaced by rename."""
 
+import fcntl
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
 
 from jgraph.errors import ArtifactError
-from jgraph.serving.artifact import MAX_VERSION, read_file, versions_in
+from jgraph.serving.artifact import MAX_VERSION, opened, read_file, versions_in
 
 FILE: Final = "labels.json"
 MAX_BYTES: Final = 1 << 20
@@ -119,6 +121,24 @@ def set_label(model: Path, label: str, version: int | None) -> Labels:
     Raises:
       ArtifactError: no such version, no label, or the file cannot be written.
     """
+    with one_at_a_time(model):
+        return _write_label(model, label, version)
+
+
+@contextmanager
+def one_at_a_time(model: Path) -> Iterator[None]:
+    """Waits for others who set labels of a model by what there was, or prune it.
+
+    They hold it for as long as it takes to write a small file, or to rename versions.
+    Where the directory cannot be locked, whoever writes there says what is wrong.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):
+            fcntl.flock(stack.enter_context(opened(model)), fcntl.LOCK_EX)
+        yield
+
+
+def _write_label(model: Path, label: str, version: int | None) -> Labels:
     now = read_labels(model)
     targets = {name: v for name, v in now.targets.items() if name != label}
     if version is not None:

@@ -175,8 +175,8 @@ class ModelServer:
             _read(path)
 
     async def _start(self) -> None:
-        await self._look()
-        if (why := self._unreadable.get(str(self.path))) is not None:
+        unreadable = await self._find()
+        if (why := unreadable.get(str(self.path))) is not None:
             raise ConfigError(f"cannot look for models in {self.path}: {why}")
         self._models.first = frozenset(self._models.by_name)
         if not (self._models.by_name or self._may_be_empty):
@@ -188,6 +188,8 @@ class ModelServer:
             await self._start_grpc(self.grpc_port)
         if self.http_port is not None:
             await self._start_http(self.http_port)
+        # Where a port is taken, nothing is being loaded that would have to end.
+        await self._look()
         await self._settled()
         self._tasks.append(asyncio.create_task(self._watch()))
 

@@ -13,7 +13,9 @@ import pytest
 
 import jgraph as jg
 from jgraph.dashboard.journal import JournalWriter
+from jgraph.graph.device import TaskName
 from jgraph.launch.local.daemon import down, find
+from jgraph.rpc.security.certificates import make_certificates
 from tests.support.cli import run
 from tests.support.dashboards import scene
 
@@ -26,6 +28,27 @@ def state_at(url: str) -> Any:
     asked.add_header("Authorization", f"Bearer {token}")
     with urllib.request.urlopen(asked, timeout=20) as reply:
         return json.loads(reply.read())
+
+
+def test_a_cluster_that_refuses_whoever_asks_is_told_at_the_start(
+    tmp_path: Path,
+) -> None:
+    """The page would be empty for ever."""
+    for name in ("ours", "theirs"):
+        make_certificates(tmp_path / name, [TaskName("/job:worker/task:0")])
+    command = [sys.executable, "-m", "jgraph", "dashboard", "--port", "0"]
+    spec = {"worker": ["localhost:0"]}
+    with jg.Server(spec, tls=tmp_path / "ours") as server:
+        done = subprocess.run(
+            [*command, server.target, "--tls-dir", str(tmp_path / "theirs")],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 4
+    assert "was not signed by" in done.stderr
+    assert not done.stdout
 
 
 def test_whoever_looks_at_a_cluster_loads_no_jax() -> None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import jgraph as jg
 from jgraph.cli import app
+from jgraph.coordination.serving.versions import Listed
 from jgraph.errors import (
     CertificateError,
     ConfigError,
@@ -424,6 +425,35 @@ def test_a_server_whose_port_is_taken_says_no_more_than_that(
     with pytest.raises(PortInUseError):
         jg.serve(tmp_path, http_port=server.http_port)
     assert "cannot be loaded" not in caplog.text
+
+
+class Watched:
+    """A model of which it is known what was asked."""
+
+    name = "watched"
+    newest = 1
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def look(self) -> Listed:
+        self.looks += 1
+        return Listed(())
+
+    def load(self, version: int) -> Any:
+        raise AssertionError("there is no version")
+
+    def set_label(self, label: str, version: int | None) -> None:
+        raise AssertionError("there is no version")
+
+
+def test_a_server_whose_port_is_taken_has_not_begun_to_load_its_models(
+    server: jg.ModelServer,
+) -> None:
+    model = Watched()
+    with pytest.raises(PortInUseError):
+        jg.ModelServer(None, models=[model], http_port=server.http_port)
+    assert not model.looks
 
 
 def test_one_bad_request_of_many_hurts_nobody(server: jg.ModelServer) -> None:

@@ -1,6 +1,8 @@
 """``jgraph model`` and ``jgraph export`` do to a directory what they say."""
 
 import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 from jgraph.cli import app
 from jgraph.cli.show import object_at
 from jgraph.errors import ArtifactError, ConfigError
+from jgraph.serving.labels import read_labels, set_label
 from tests.support.exported import half_plus_three
 
 TRAIN = """
@@ -33,11 +36,16 @@ def typed(*arguments: object, code: int = 0) -> Any:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
     for _ in range(3):
         half_plus_three(path)
     return path
+
+
+@pytest.fixture
+def models(exported: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(exported, tmp_path / "models"))
 
 
 def test_versions_are_listed_shown_labelled_and_pruned(models: Path) -> None:
@@ -50,6 +58,29 @@ def test_versions_are_listed_shown_labelled_and_pruned(models: Path) -> None:
     assert typed("model", "prune", model, "--keep", 1, "--dry-run") == wanted
     assert typed("model", "prune", model, "--keep", 1)["deleted"] == [2]
     assert [row["version"] for row in typed("model", "ls", model)] == [1, 3]
+
+
+def test_what_cannot_be_read_is_not_kept_in_place_of_a_version(models: Path) -> None:
+    model = models / "half_plus_three"
+    (model / "9" / "arrays").mkdir(parents=True)
+    assert typed("model", "prune", model, "--keep", 1)["deleted"] == [1, 2]
+    assert sorted(path.name for path in model.iterdir()) == ["3", "9"]
+
+
+def test_a_prune_that_was_killed_is_ended_by_the_next_one(models: Path) -> None:
+    model = models / "half_plus_three"
+    (model / ".1.gone" / "arrays").mkdir(parents=True)
+    (model / ".2.0a1b2c3d.gone").mkdir()
+    assert typed("model", "prune", model, "--keep", 1)["deleted"] == [1, 2]
+    assert [path.name for path in model.iterdir()] == ["3"]
+
+
+def test_labels_that_are_given_at_the_same_time_are_all_there(models: Path) -> None:
+    model = models / "half_plus_three"
+    names = [f"label{number}" for number in range(16)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda name: set_label(model, name, 1), names))
+    assert set(read_labels(model).targets) == set(names)
 
 
 @pytest.mark.parametrize("command", [["prune", "--keep", "2"], ["verify"], ["show"]])

@@ -18,7 +18,7 @@ from jgraph.cluster import event_loop
 from jgraph.coordination.serving.lookup_share import LookupShare
 from jgraph.errors import JGError, RowIdError, TaskLostError
 from jgraph.graph.rows.rows import id_text
-from jgraph.serving.answering import Answered
+from jgraph.serving.answering import Answered, Fact
 from jgraph.serving.live.batch_code import SHORT_S, BatchCode, BatchIds, LookedUp
 from jgraph.serving.live.live_options import OnLoss
 from jgraph.serving.live.parameters import DenseCopy, Parameters, why_lost
@@ -72,6 +72,11 @@ class LiveFunction:
         if self._on_loss == "stale":
             return None
         return next(iter(self._parameters.lost.values()), None)
+
+    @property
+    def facts(self) -> Mapping[str, Fact]:
+        """See ``WaitingFunction.facts``."""
+        return self._facts(self._parameters.copy, {})
 
     def close(self) -> None:
         """See ``WaitingFunction.close``."""
@@ -181,11 +186,9 @@ class LiveFunction:
         code.took_s = self._clock.now() - began_s
         return outputs
 
-    def _facts(
-        self, copy: DenseCopy, rows: Mapping[str, TableRows]
-    ) -> dict[str, int | str]:
+    def _facts(self, copy: DenseCopy, rows: Mapping[str, TableRows]) -> dict[str, Fact]:
         age_ms = int((self._clock.now() - copy.at) * 1000)
-        facts: dict[str, int | str] = {"jgraph_step": copy.step}
+        facts: dict[str, Fact] = {"jgraph_step": copy.step}
         facts["jgraph_age_ms"] = age_ms
         if rows:
             is_old = any(one.from_cache for one in rows.values())

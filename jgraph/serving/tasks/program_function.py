@@ -16,7 +16,7 @@ from jgraph.graph.variable import Variable
 from jgraph.plan.program.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
-from jgraph.serving.answering import Answered
+from jgraph.serving.answering import NO_FACTS, Answered
 from jgraph.serving.signature import Array, Signature
 from jgraph.serving.tasks.program_file import placed
 
@@ -54,6 +54,7 @@ class ProgramFunction:
     ) -> None:
         self.signature = signature
         self.problem: JGError | None = None
+        self.facts = NO_FACTS
         self._name = name
         self._cluster = cluster
         self._threads = threads

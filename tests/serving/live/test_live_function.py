@@ -8,14 +8,17 @@ from typing import Any, final
 import numpy as np
 import pytest
 
+from jgraph.coordination.serving.batching import Limits
 from jgraph.coordination.serving.lookup_share import LookupShare
 from jgraph.errors import JGError
 from jgraph.graph.ir import TaskName
+from jgraph.serving.function_queue import FunctionQueue
 from jgraph.serving.live.batch_code import BatchCode, LookedUp
 from jgraph.serving.live.live_function import LiveFunction
 from jgraph.serving.live.parameters import DenseCopy, FoundRows
 from jgraph.serving.live.table_rows import TableRows
 from jgraph.serving.signature import Array, Signature, TensorSpec
+from jgraph.serving.statistics import Statistics
 from tests.support.loop_orders import SetClock
 
 ROUND_TRIP_S = 0.3
@@ -79,3 +82,23 @@ def test_a_lookup_counts_for_as_long_as_it_keeps_its_server_busy(
         answered = asyncio.run(function.answer([np.array([3], np.int32)]))
     assert answered.outputs[0].tolist() == [[6]]
     assert (share.wait_s(clock.now()) > 0) == waits
+
+
+def test_an_answer_for_no_rows_says_how_new_the_parameters_are() -> None:
+    clock = SetClock()
+    with ThreadPoolExecutor(1) as threads:
+        function = LiveFunction(
+            lambda _: BatchCode([USERS], lambda *_: [], outputs),
+            [],
+            SIGNATURE,
+            FarParameters(clock, 0.0),
+            LookupShare(0.5),
+            "stale",
+            threads,
+            clock,
+        )
+        queue = FunctionQueue(function, Limits(), Statistics(), clock, threads)
+        answered = queue.at_once([np.zeros(0, np.int32)], 0, deadline=1.0)
+    assert answered is not None
+    assert answered.outputs[0].shape == (0, 1)
+    assert answered.facts == {"jgraph_step": 1, "jgraph_age_ms": 0}
