@@ -6,6 +6,7 @@ that JAX has not made public. Each entry names what made it necessary.
 """
 
 import functools
+import os
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ __all__ = [
     "array_type",
     "build_jaxpr",
     "call_body",
+    "calling_line",
     "fresh_var",
     "inner_jaxprs",
     "is_checkpoint",
@@ -81,8 +83,11 @@ __all__ = [
     "writes",
 ]
 
-# An equation's source line is the innermost frame outside of these files.
-source_info_util.register_exclusion(str(pathlib.Path(__file__).parent / "graph"))
+# An equation's source line is the innermost frame outside of this package: examples are
+# programs of users.
+_PACKAGE = pathlib.Path(__file__).parent
+source_info_util.register_exclusion(f"{_PACKAGE}{os.sep}")
+source_info_util.register_inclusion(f"{_PACKAGE / 'examples'}{os.sep}")
 
 # JAX names what it lets programs call only where it checks it, when exporting.
 stable_custom_calls: frozenset[str] = frozenset(
@@ -337,6 +342,12 @@ UNKNOWN_LINE = "unknown line"
 def user_line(equation: Equation) -> str:
     """Returns ``file:line (function)`` of the user's code that made the equation."""
     text: str = source_info_util.summarize(equation.source_info)
+    return text or UNKNOWN_LINE
+
+
+def calling_line() -> str:
+    """Returns ``file:line (function)`` of the user's code that this call comes from."""
+    text: str = source_info_util.summarize(source_info_util.current())
     return text or UNKNOWN_LINE
 
 

@@ -4,10 +4,13 @@ import importlib
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 import jgraph
+from jgraph.train.run.run import Run
 
 PUBLIC = [
     "NO_KEY",
@@ -77,6 +80,29 @@ OBJECTS = [n for n in PUBLIC if n not in {"NO_KEY", "__version__", *MODULES}]
 HEAVY = {"jax", "numpy", "flax", "optax", "orbax", "grpc", "rich", "typer", "asyncio"}
 
 
+def callables() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yields what users call: functions, classes, their methods, those of a run."""
+    public = {name: getattr(jgraph, name) for name in OBJECTS}
+    public |= {name: getattr(jgraph.testing, name) for name in jgraph.testing.__all__}
+    for name, value in (public | {"Run": Run}).items():
+        if callable(value):
+            yield name, value
+        for attribute in dir(value) if inspect.isclass(value) else ():
+            method = getattr(value, attribute)
+            is_ours = str(getattr(method, "__module__", "")).startswith("jgraph.")
+            if callable(method) and not attribute.startswith("_") and is_ours:
+                yield f"{name}.{attribute}", method
+
+
+# A session runs a function only once it is open: tests/client looks at its flags.
+FLAGS = [
+    pytest.param(call, flag, id=f"{name}({flag})")
+    for name, call in callables()
+    for flag, parameter in inspect.signature(call).parameters.items()
+    if isinstance(parameter.default, bool) and name != "Session.run"
+]
+
+
 def test_the_export_list_is_exactly_this() -> None:
     assert list(jgraph.__all__) == PUBLIC
     assert dir(jgraph) == sorted(PUBLIC)
@@ -98,6 +124,18 @@ def test_a_public_name_is_the_same_object_each_time(name: str) -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'ClusterSpek'"):
         jgraph.__getattr__("ClusterSpek")
+
+
+@pytest.mark.parametrize(("call", "flag"), FLAGS)
+def test_a_flag_is_true_or_false_and_nothing_else(
+    call: Callable[..., Any], flag: str
+) -> None:
+    parameters = inspect.signature(call).parameters.values()
+    needed = [p for p in parameters if p.default is p.empty]
+    first = [None for p in needed if p.kind is p.POSITIONAL_OR_KEYWORD]
+    named = {p.name: None for p in needed if p.kind is p.KEYWORD_ONLY}
+    with pytest.raises(jgraph.errors.ConfigError, match=f" {flag} is 'no'; give "):
+        call(*first, **named, **{flag: "no"})
 
 
 def test_importing_jgraph_loads_nothing_heavy() -> None:

@@ -36,6 +36,7 @@ from jgraph.cluster.transport_choice import (
     token_file_in,
 )
 from jgraph.cluster.wait_message import show_wait
+from jgraph.counts import check_flags
 from jgraph.errors import (
     ClusterUnreachableError,
     ConfigError,
@@ -113,6 +114,7 @@ class Cluster(Connection):
         """
         from jgraph.client.session import Session
 
+        check_flags(soft_placement=soft_placement)
         self._check_open()
         session = Session(
             self,
@@ -205,6 +207,7 @@ class Cluster(Connection):
           DeadlineError: it takes longer; what was begun goes on.
           RescaleError: a run may not have so many, or nobody here can start them.
         """
+        check_flags(wait=wait)
         scaler = Scaler(
             self, self._start_tasks, self.leave, self.announce, self._forget_tasks
         )

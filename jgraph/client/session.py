@@ -17,6 +17,7 @@ from jgraph.cluster.deadlines import bulk_timeout_s
 from jgraph.cluster.loop_messages import LoopRequest
 from jgraph.cluster.options import check_options, check_platforms
 from jgraph.coordination.step.run_metadata import RunMetadata
+from jgraph.counts import check_flags
 from jgraph.errors import ConfigError
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName, VariableKey, VariableSpec
@@ -78,6 +79,7 @@ class Session:
         platforms: Sequence[str] = (),
         placement: "AutoPlacement | None" = None,
     ) -> None:
+        check_flags(soft_placement=soft_placement)
         check_platforms(platforms)
         if placement is not None and not hasattr(placement, "planner"):
             raise ConfigError(
@@ -160,6 +162,7 @@ class Session:
             "trace": trace,
         }
         check_options(function, len(args), options)
+        check_flags(check_finite=check_finite, trace=trace)
         feeds = feeds or {}
         step, leaves = self._steps.prepare(
             function, args, kwargs, fetches=fetches, feeds=feeds, targets=targets
@@ -246,6 +249,7 @@ class Session:
           VariableMismatchError: the cluster has a variable of that name with another
             shape or dtype.
         """
+        check_flags(again=again)
         self._check_open()
         self._values.initialize(self._own(variables, "initialize"), again=again)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias, final
 
-from jgraph.counts import is_count
+from jgraph.counts import check_flags, is_count
 from jgraph.errors import (
     ClusterSpecError,
     ConfigError,
@@ -74,6 +74,7 @@ class ClusterSpec:
         port_zero: bool = False,
         source: str = "cluster spec",
     ) -> None:
+        check_flags(port_zero=port_zero)
         if isinstance(cluster, ClusterSpec):
             cluster, port_zero = cluster.as_dict(), True  # it was checked once
         self._jobs: Jobs = read_jobs(cluster, source, port_zero=port_zero)

@@ -82,6 +82,8 @@ class _View:
         )
         equation = self.graph.equations[index]
         line = _compat.user_line(equation)
+        if line == _compat.UNKNOWN_LINE:  # jgraph made it, for a call of the user's
+            line = _compat.calling_line()
         end = f"; {todo}" if todo else ""
         return kind(
             f"{what}, at {line}{end}\n  in graph '{self.graph.name}':\n{excerpt}",

@@ -16,6 +16,7 @@ from jgraph.cluster import event_loop
 from jgraph.cluster.options import check_sources
 from jgraph.cluster.spec import ClusterSpec, task_named
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
+from jgraph.counts import check_flags
 from jgraph.errors import ConfigError, RescaleError, StartError
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.device import TaskName
@@ -384,6 +385,7 @@ class RayCluster(Cluster):
         transport: TransportChoice = "auto",
         clock: Clock | None = None,
     ) -> None:
+        check_flags(spread=spread)
         check_transport(transport)
         counts = counts_of(ps, workers, evaluators, jobs)
         check_restarts(restarts)

@@ -13,8 +13,9 @@ Sources: GPipe (Huang et al., 2019); 1F1B as PipeDream-flush (Narayanan et al., 
 import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, final, get_args
+from typing import Literal, TypeAlias, final, get_args
 
+from jgraph.counts import is_count
 from jgraph.errors import InternalError, PipelineError
 from jgraph.view.bars import Bar, Lane, draw_bars
 from jgraph.view.svg import Picture
@@ -317,11 +318,6 @@ def _alternate(
     return tuple(row)
 
 
-def _is_natural(value: Any) -> bool:
-    """Whether it is a whole number from 1 on, of Python or NumPy."""
-    return hasattr(value, "__index__") and value is not True and bool(value >= 1)
-
-
 def _check(name: str, stages: int, tasks: int, microbatches: int) -> None:
     if name not in get_args(ScheduleName):
         raise PipelineError(
@@ -329,7 +325,7 @@ def _check(name: str, stages: int, tasks: int, microbatches: int) -> None:
         )
     if stages < 1:
         raise PipelineError("a pipeline needs a stage; stages is empty")
-    if not _is_natural(microbatches):
+    if not is_count(microbatches, 1):
         raise PipelineError(
             f"microbatches is {microbatches!r}; a batch is cut into 1 or more"
         )

@@ -34,6 +34,7 @@ from jgraph.cluster.transport_choice import (
     target_of,
 )
 from jgraph.coordination.liveness.members import LEASE_S
+from jgraph.counts import check_flags
 from jgraph.errors import (
     ConfigError,
     FencedError,
@@ -322,6 +323,9 @@ class Server:
         dial_only: bool = False,
         start: bool = True,
     ) -> None:
+        check_flags(
+            insecure_i_accept=insecure_i_accept, dial_only=dial_only, start=start
+        )
         check_transport(transport)
         bound_data_port(transport, data_port)
         check_data_encryption(data_encryption)

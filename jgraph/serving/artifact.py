@@ -34,6 +34,7 @@ import jax
 import numpy as np
 
 from jgraph import __version__
+from jgraph.counts import is_count
 from jgraph.errors import ArtifactError
 from jgraph.failpoints import failpoint
 from jgraph.plan.program.nodes import ValueType
@@ -452,8 +453,7 @@ def check_version(version: object) -> None:
     Raises:
       ArtifactError: it is another value.
     """
-    is_number = isinstance(version, int | np.integer) and 0 < version <= MAX_VERSION
-    if version is not None and (isinstance(version, bool) or not is_number):
+    if version is not None and not (is_count(version, 1) and version <= MAX_VERSION):
         raise ArtifactError(f"version={version!r:.40}: give a number from 1 on")
 
 

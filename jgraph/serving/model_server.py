@@ -19,7 +19,7 @@ from jgraph.client.cluster import Cluster
 from jgraph.clock import SystemClock
 from jgraph.cluster import event_loop
 from jgraph.cluster.transport_choice import is_loopback
-from jgraph.counts import is_count, is_duration
+from jgraph.counts import check_flags, is_count, is_duration
 from jgraph.errors import (
     CertificateError,
     ConfigError,
@@ -112,6 +112,11 @@ class ModelServer:
         max_message: int = MAX_MESSAGE,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
+        check_flags(
+            may_be_empty=may_be_empty,
+            insecure_i_accept=insecure_i_accept,
+            allow_control=allow_control,
+        )
         self.path = None if path is None else local_directory(path)
         self._sources = tuple(models)
         self._may_be_empty = may_be_empty

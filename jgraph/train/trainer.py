@@ -14,6 +14,7 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.deadlines import CLIENT_S
 from jgraph.cluster.wait_message import hide_wait, show_wait
 from jgraph.coordination.run.supervisor import WAIT_S
+from jgraph.counts import check_flags
 from jgraph.errors import ClusterBusyError, ConfigError, hints
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.train.arguments import check_arguments, check_counts
@@ -144,6 +145,7 @@ class Trainer:
         check_finite: bool = False,
         wrt: Any = nnx.Param,
     ) -> None:
+        check_flags(check_finite=check_finite)
         tx, wrt = unwrapped(tx, wrt)
         check_arguments(model, loss, tx, cluster, seed, sparse, wrt)
         functions, observed = split_metrics(metrics)
@@ -233,6 +235,7 @@ class Trainer:
           ClusterBusyError: this Trainer is already training.
           CheckpointWriterError: another process saves to the same directory.
         """
+        check_flags(progress=progress, block=block, detached=detached)
         check_length(steps, epochs)
         counts = {"batch_size": batch_size, "eval_every": eval_every}
         check_counts(**{name: n for name, n in counts.items() if n is not None})
@@ -408,6 +411,7 @@ class Trainer:
     @short_traceback
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Writes an Orbax checkpoint of the state as it is now; see ``Run.save``."""
+        check_flags(overwrite=overwrite)
         where = self.current_position()
         return self._state.save_values(path, None, where, overwrite=overwrite)
 

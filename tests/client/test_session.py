@@ -113,6 +113,8 @@ def test_nan_in_a_feed_is_refused_when_asked_to_check(session: Session) -> None:
     assert np.isnan(session.run(f, x)[1])
     with pytest.raises(NonFiniteError, match="argument x of 'f' has 2 of 3 values"):
         session.run(f, x, check_finite=True)
+    with pytest.raises(ConfigError, match="check_finite is 'no'; give True or False"):
+        session.run(f, x, check_finite="no")  # type: ignore[arg-type]
 
 
 def test_second_session_shares_variables_by_name(cluster: Cluster) -> None:

@@ -1,6 +1,6 @@
 """One client, one graph over many tasks: pipelines, towers, and both with a ps."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jgraph.errors import (
     ConfigError,
     DeviceSpecError,
     FeedError,
+    GraphError,
     UnknownDeviceError,
 )
 from tests.support.layers import (
@@ -213,3 +214,14 @@ def test_towers_without_a_task_and_batches_that_cannot_be_cut_are_refused() -> N
         run(jnp.ones(()), [])
     with pytest.raises(FeedError, match="batch has 2 and 4 examples"):
         run(jnp.ones(()), [jnp.ones(2), jnp.ones(4)])
+
+
+def test_a_loss_of_towers_that_is_no_scalar_is_named_with_its_shape() -> None:
+    def errors(w: Any, x: Any) -> Any:
+        return w * x
+
+    run, nothing = jg.towers(errors, 2), cast("Any", None)
+    with pytest.raises(GraphError, match=r"loss 'errors' returned .* shape \(3,\); "):
+        run(jnp.ones(()), jnp.ones(6))
+    with pytest.raises(ConfigError, match="loss is None; give a function"):
+        jg.towers(nothing, 2)

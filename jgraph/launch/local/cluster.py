@@ -18,6 +18,7 @@ from jgraph.cluster.options import check_sources
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
 from jgraph.cluster.wait_message import show_wait
 from jgraph.coordination.liveness.freezes import FROZEN_S
+from jgraph.counts import check_flags
 from jgraph.errors import ConfigError, JGError, RescaleError, UnknownDeviceError, hints
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
@@ -110,6 +111,7 @@ class LocalCluster(Cluster):
         dashboard: bool = False,
         clock: Clock | None = None,
     ) -> None:
+        check_flags(tls=tls, elastic=elastic, dashboard=dashboard)
         check_transport(transport)
         counts = counts_of(ps, workers, evaluators, jobs)
         variables = check_environment(env)

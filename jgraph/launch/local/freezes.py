@@ -13,6 +13,7 @@ from typing import Protocol, final
 from jgraph.clock import Clock
 from jgraph.cluster.events import EventLog
 from jgraph.coordination.liveness.freezes import FROZEN_S, LOOK_EVERY_S, Freezes, Looked
+from jgraph.counts import is_duration
 from jgraph.errors import ConfigError
 from jgraph.graph.device import TaskName
 
@@ -80,7 +81,7 @@ def check_frozen_s(frozen_s: object) -> None:
     Raises:
       ConfigError: shows what was given.
     """
-    if not isinstance(frozen_s, int | float) or not frozen_s > 0:
+    if not is_duration(frozen_s):
         raise ConfigError(
             f"frozen_s is {frozen_s!r:.60}; give for how many seconds a process may be "
             "stopped before it is killed and started again, for example 10"

@@ -17,6 +17,7 @@ from jgraph.coordination.liveness.restarts import (
     StartAgain,
     TaskEnded,
 )
+from jgraph.counts import is_count
 from jgraph.errors import ConfigError, StartError, TaskMissingError
 from jgraph.graph.device import TaskName
 
@@ -231,7 +232,7 @@ def check_restarts(restarts: object) -> None:
     Raises:
       ConfigError: shows what was given.
     """
-    if not isinstance(restarts, int) or isinstance(restarts, bool) or restarts < 0:
+    if not is_count(restarts, 0):
         raise ConfigError(
             f"restarts is {restarts!r:.60}; give how often a task that died is started "
             "again within a minute: 0 for never, or for example 2"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal, TypeAlias, final
 
+from jgraph.counts import check_flags
 from jgraph.errors import ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.plan.auto.work import Work
@@ -144,6 +145,7 @@ def simulate(
       >>> found.workers, len(found.trace), found.ledger["counted"]
       (4, 20, 80)
     """
+    check_flags(sharded=sharded)
     _check(workers, ps, mode, steps, backup_workers, max_staleness, cores)
     if max_readers is not None and (mode != "sync" or max_readers < 1):
         raise ConfigError(

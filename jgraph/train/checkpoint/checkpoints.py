@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from jgraph.counts import as_ints
+from jgraph.counts import as_ints, check_flags
 from jgraph.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -108,6 +108,7 @@ class Checkpoints:
     higher_is_better: bool = False
 
     def __post_init__(self) -> None:
+        check_flags(higher_is_better=self.higher_is_better)
         for name in ("every", "keep"):
             value = getattr(self, name)
             if name == "keep" and hasattr(value, "should_preserve"):

@@ -63,24 +63,33 @@ def split_result(result: Any) -> tuple[jax.Array, dict[str, Any]]:
     """
     loss, *rest = result if isinstance(result, tuple) and result else (result,)
     aux = _dicts_in(rest)
+    check_loss(loss, "loss")
+    if "loss" in aux:
+        raise GraphError("a metric is called 'loss', as the loss itself; rename it")
+    return loss, aux
+
+
+def check_loss(loss: Any, what: str) -> None:
+    """Refuses a value of a loss that is no scalar with a gradient.
+
+    Raises:
+      GraphError: says what the loss, named ``what``, returned.
+    """
     if not hasattr(loss, "dtype") and not isinstance(loss, float):
         raise GraphError(
-            f"loss returned {loss!r:.60}; return a scalar array, for example "
+            f"{what} returned {loss!r:.60}; return a scalar array, for example "
             "losses.mean()"
         )
     if jnp.shape(loss) != ():
         raise GraphError(
-            f"loss returned an array of shape {jnp.shape(loss)}; return a scalar, for "
-            "example losses.mean()"
+            f"{what} returned an array of shape {jnp.shape(loss)}; return a scalar, "
+            "for example losses.mean()"
         )
     if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise GraphError(
-            f"loss returned a scalar of dtype {loss.dtype}, which has no gradient; "
+            f"{what} returned a scalar of dtype {loss.dtype}, which has no gradient; "
             "return a float, for example losses.mean()"
         )
-    if "loss" in aux:
-        raise GraphError("a metric is called 'loss', as the loss itself; rename it")
-    return loss, aux
 
 
 def _dicts_in(value: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jgraph.client.placement.auto import AutoPlacement
+from jgraph.counts import check_flags
 from jgraph.errors import PipelineError
 from jgraph.graph.device import device
 from jgraph.graph.sharding import Partitioner
@@ -257,6 +258,7 @@ class Pipeline:
           PipelineError: a stage does not take what the one before it gives, or the loss
             is no number.
         """
+        check_flags(input_gradients=input_gradients)
         loss, grads, into = self.gradients(
             params,
             self.shares(x, "x"),
@@ -303,6 +305,7 @@ class Pipeline:
           The loss, gradients like ``params``, and those of the whole batch like its
           ``x``, or None if they are not wanted.
         """
+        check_flags(input_gradients=input_gradients)
         self._check_params(params)
         parts = [*map(self._microbatches, self.replicas, x, targets)]
         inputs, goals = parts[0]

@@ -6,9 +6,11 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from jgraph.counts import is_count
 from jgraph.errors import ConfigError
 from jgraph.graph.device import as_spec, device
 from jgraph.train.data.fields import split_batch
+from jgraph.train.model.losses import check_loss
 from jgraph.train.model.trees import Tree
 from jgraph.train.pipeline.pipeline import PipelineLoss
 from jgraph.train.pipeline.replicas import TaskArray
@@ -38,7 +40,8 @@ def towers(loss: Callable[..., Any], tasks: TaskArray) -> Towers:
       first dimension, and there may be several.
 
     Raises:
-      ConfigError: no task. From the function: a batch that cannot be cut.
+      ConfigError: no task, or no loss. From the function: a batch that cannot be cut.
+      GraphError: from the function: the loss is no scalar.
       PipelineError: tasks that replicas of the pipeline cannot have.
 
     Source: ``deploy_model`` with clones, tensorflow/models, slim/deployment.
@@ -66,19 +69,28 @@ def towers(loss: Callable[..., Any], tasks: TaskArray) -> Towers:
             "towers need a task; give how many workers, 1 or more, or a list of "
             f"devices, not {tasks!r}"
         )
+    if not callable(loss):
+        raise ConfigError(
+            f"loss is {loss!r:.60}; give a function (params, batch) of its mean"
+        )
     if isinstance(loss, PipelineLoss):
         return loss.over(tasks).value_and_grad
     names = (
-        [f"/job:worker/task:{number}" for number in range(tasks)]
-        if isinstance(tasks, int)
+        [f"/job:worker/task:{number}" for number in range(count)]
+        if not isinstance(tasks, Sequence | np.ndarray)
         else [str(as_spec(task)) for task in tasks]
     )
+
+    def scalar(*args: Tree) -> Any:
+        value = loss(*args)
+        check_loss(value, f"loss '{getattr(loss, '__name__', loss)}'")
+        return value
 
     def value_and_grad(params: Tree, *batch: Tree) -> tuple[jax.Array, Tree]:
         results = []
         for name, part in zip(names, split_batch(batch, count, "batch"), strict=True):
             with device(name):
-                results.append(jax.value_and_grad(loss)(params, *part))
+                results.append(jax.value_and_grad(scalar)(params, *part))
         total = jax.tree.map(lambda *each: sum(each[1:], each[0]), *results)
         mean: tuple[jax.Array, Tree] = jax.tree.map(lambda x: x / count, total)
         return mean
@@ -90,4 +102,4 @@ def _count(tasks: Any) -> int:
     """Returns how many tasks there are; 0 for what is no number and no list."""
     if isinstance(tasks, Sequence | np.ndarray) and not isinstance(tasks, str):
         return len(tasks)
-    return tasks if isinstance(tasks, int) else 0
+    return int(tasks) if is_count(tasks, 1) else 0

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from typing import final
 
-from jgraph.counts import is_amount, is_count
+from jgraph.counts import check_flags, is_amount, is_count
 from jgraph.errors import ConfigError, NonFiniteError
 from jgraph.train.evaluation.evaluations import Copy
 from jgraph.train.run.report import Report
@@ -66,6 +66,7 @@ class NanGuard:
     """
 
     def __init__(self, *, fail: bool = True) -> None:
+        check_flags(fail=fail)
         self._fail = fail
 
     def __call__(self, run: Run, report: Report) -> None:
@@ -134,6 +135,7 @@ class EarlyStopping:
         higher_is_better: bool = False,
         restore_best: bool = False,
     ) -> None:
+        check_flags(higher_is_better=higher_is_better, restore_best=restore_best)
         if not isinstance(metric, str):
             raise ConfigError(
                 f"metric is {metric!r:.60}; give the name of one, such as 'eval_loss'"

@@ -10,6 +10,7 @@ from jgraph.cluster.loop_messages import Rescaled
 from jgraph.cluster.signals import wait_signalled
 from jgraph.coordination.run.recovery import Recovery
 from jgraph.coordination.step.step_metrics import LOCAL_STEPS
+from jgraph.counts import check_flags
 from jgraph.errors import ConfigError, DeadlineError, hints
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName
@@ -382,6 +383,7 @@ class Run:
         Raises:
           CheckpointError: the directory exists, or cannot be written.
         """
+        check_flags(overwrite=overwrite)
         # The position first: what is trained meanwhile comes again, none is left out.
         has_ended = self._outcome.values is not None
         position = (

@@ -9,6 +9,7 @@ from jgraph.coordination.run.autoscale import (
     Scale,
     ScaleRules,
 )
+from jgraph.counts import check_flags, is_number
 from jgraph.errors import ConfigError
 from jgraph.view import markup
 
@@ -54,7 +55,7 @@ class AutoScale:
       dry_run: say what would be done, and do nothing.
 
     Raises:
-      ConfigError: a number outside what is possible.
+      ConfigError: a number outside what is possible, or ``dry_run`` that is no bool.
 
     Example:
       >>> AutoScale(window_s=60).least_gain
@@ -71,6 +72,7 @@ class AutoScale:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
+        check_flags(dry_run=self.dry_run)
         limits = {
             "window_s": (0.1, 86400.0),
             "pause_s": (0.0, 86400.0),
@@ -82,8 +84,7 @@ class AutoScale:
         }
         for name, (least, most) in limits.items():
             value: object = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (is_number and least <= value <= most):  # type: ignore[operator]
+            if not (is_number(value) and least <= value <= most):
                 raise ConfigError(
                     f"AutoScale({name}={value!r:.40}): give a number from {least:g} to "
                     f"{most:g}"

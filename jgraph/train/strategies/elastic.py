@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, final, get_args
 
-from jgraph.counts import is_count
+from jgraph.counts import is_count, is_duration
 from jgraph.errors import ConfigError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.train.strategies.autoscale import AutoScale, ScalePolicy, check_policy
@@ -69,8 +69,7 @@ class Elastic:
         object.__setattr__(self, "workers", (least, most))
         self._check_batch()
         check_policy(self.policy)
-        wait_s: object = self.wait_s
-        if not (isinstance(wait_s, int | float) and wait_s > 0):
+        if not is_duration(self.wait_s):
             raise ConfigError(
                 f"Elastic(wait_s={self.wait_s!r:.40}) is how many seconds a run waits "
                 "for workers; give a number above 0"

@@ -1,5 +1,6 @@
 """Replicas of a pipeline: one step of all is that of the model in one piece."""
 
+import re
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -366,5 +367,6 @@ def test_a_batch_that_replicas_and_microbatches_do_not_divide_is_refused() -> No
 def test_a_replica_on_tasks_that_are_not_there_names_the_first_of_them() -> None:
     pipe = jg.Pipeline([layer] * 2, squares, microbatches=2, replicas=2)
     graph = pipe.step(params_of(2), optax.sgd(0.1)).train.graph(*batch(8))
-    with pytest.raises(UnknownDeviceError, match="worker/task:2' is not in this"):
+    missing = f"worker/task:2' is not in this cluster.*, at {re.escape(__file__)}:"
+    with pytest.raises(UnknownDeviceError, match=missing):
         plan(graph, tasks=PS + NINE[:2], driver=NINE[0])
