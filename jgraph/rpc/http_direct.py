@@ -25,6 +25,10 @@ class FastProtocol(HttpBounds, HttpToolsProtocol):
 
     _head_bytes = 0
     _is_in_head = False
+    _came = 0
+    """Bytes that are being read."""
+    _came_with_others = 0
+    """Of these, if a request ended among them."""
     _body: bytearray | None = None
     """Of a request that may be answered directly, as far as it is here."""
     _head: tuple[bytes, list[tuple[bytes, bytes]]] | None = None
@@ -39,10 +43,11 @@ class FastProtocol(HttpBounds, HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Counts the bytes of a head from here."""
         super().on_message_begin()
-        self._is_in_head, self._head_bytes = True, 0
+        self._is_in_head, self._head_bytes = True, -self._came_with_others
 
     def data_received(self, data: bytes) -> None:
         """Reads on; a head has a bound."""
+        self._came, self._came_with_others = len(data), 0
         super().data_received(data)
         if not self._is_in_head:
             return
@@ -69,6 +74,7 @@ class FastProtocol(HttpBounds, HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Answers, or lets the application do so."""
+        self._came_with_others = self._came
         if self._body is not None:
             if self._is_answered(bytes(self._body)):
                 self._body = None

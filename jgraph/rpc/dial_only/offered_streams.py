@@ -195,7 +195,8 @@ class OfferedStreams:
             await self.wait(address, max(end - loop.time(), 0.0))
             if not (offered := self._offered.get(address)):
                 continue  # another one took it
-            stream = offered.popleft()
+            # An older one may be of a connection that broke: not known here yet.
+            stream = offered.pop()
             stream.take()
             try:
                 try:

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, final
 
+_SHARE: Final = 4
+"""A new slab has so much of what there is, if that is more than the least."""
 PAGE_BYTES: Final = 4096
 """Blocks begin and end at pages: no two receivers share one."""
 
@@ -162,7 +164,7 @@ class BlockPool:
 
     Args:
       budget: shared with other pools.
-      slab_bytes: size of a slab, unless a larger one is needed.
+      slab_bytes: size of a slab, unless a larger one is needed, or there is much.
 
     Example:
       >>> pool = BlockPool(budget=Budget(1 << 20), slab_bytes=1 << 16)
@@ -243,11 +245,16 @@ class BlockPool:
                 self._slabs[block.slab].give(block.offset, block.nbytes)
 
     def slab_for(self, nbytes: int) -> int:
-        """Returns the size of a new slab that fits ``nbytes``; 0: not allowed."""
+        """Returns the size of a new slab that fits ``nbytes``; 0: not allowed.
+
+        The more there is, the larger: each slab takes files of its owner and of all who
+        are lent of it, and of these a process may have a thousand.
+        """
         nbytes = _whole_pages(nbytes)
         if nbytes > self._budget.remaining:
             return 0
-        return max(nbytes, min(self._slab_bytes, _floor_pages(self._budget.remaining)))
+        size = max(self._slab_bytes, self.slab_bytes_taken // _SHARE)
+        return max(nbytes, _floor_pages(min(size, self._budget.remaining)))
 
     def add_slab(self, size: int) -> int:
         """Adds a slab of a size that ``slab_for`` allowed; returns its number.

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from jgraph.errors import DeadlineError
+from jgraph.errors import DeadlineError, TaskLostError
 from jgraph.rpc.calls.caller import MAX_ASK_BYTES, CallConnection
 from jgraph.rpc.grpc.transport import GrpcTransport
 from jgraph.rpc.transport import Address, Frame
@@ -100,5 +100,22 @@ def test_line_whose_server_went_away_is_opened_anew(dialled: list[Address]) -> N
             await ps.close()
         assert dialled == [bind, bind]
         await client.close()
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("request_", [step(1), step(1, LARGE)])
+def test_who_asks_after_the_end_opens_no_line_that_nobody_closes(
+    request_: Frame, dialled: list[Address]
+) -> None:
+    async def main() -> None:
+        ps, client = GrpcTransport(PS), GrpcTransport(None)
+        address = await ps.start(Recorder())
+        await client.ask(address, "Echo", request_, timeout_s=20)
+        await client.close()
+        with pytest.raises(TaskLostError, match="because this side closed"):
+            await client.ask(address, "Echo", request_, timeout_s=20)
+        assert dialled == [address]
+        await ps.close()
 
     run_async(main())

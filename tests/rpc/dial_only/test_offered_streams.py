@@ -46,3 +46,29 @@ def test_stream_whose_taker_gives_up_ends_so_that_the_task_offers_another() -> N
         assert taking.cancelled()
 
     run_async(main())
+
+
+def test_stream_of_a_connection_that_may_have_broken_is_taken_last() -> None:
+    async def main() -> None:
+        streams, older, newer = OfferedStreams(), SlowContext(), SlowContext()
+        offered = [
+            asyncio.create_task(streams.offer(ADDRESS, context))
+            for context in (older, newer)
+        ]
+
+        async def take() -> None:
+            async with streams.take(ADDRESS, "Asks", (), 10):
+                raise AssertionError("it has what it took")
+
+        await streams.wait(ADDRESS, 10)
+        taking = asyncio.create_task(take())
+        async with asyncio.timeout(10):
+            await newer.is_written.wait()
+        assert not older.is_written.is_set()
+        for one in (taking, *offered):
+            one.cancel()
+        older.is_over.set()
+        newer.is_over.set()
+        await asyncio.wait([taking, *offered])
+
+    run_async(main())

@@ -151,3 +151,12 @@ def test_ranges_of_a_slab_that_is_over_are_given_back_to_nobody() -> None:
     pool.give_large(rest)
     assert pool.take(1) is None
     assert pool.slab_bytes_taken == 0
+
+
+def test_much_memory_is_in_few_slabs_as_each_takes_files() -> None:
+    pool = BlockPool(Budget(8 << 30), 16 << 20)
+    blocks = list[Block]()
+    while (block := grow(pool, 8 << 20)) is not None:
+        blocks.append(block)
+    assert len({block.slab for block in blocks}) < 40
+    assert sum(block.nbytes for block in blocks) > 0.95 * (8 << 30)
