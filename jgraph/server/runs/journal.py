@@ -23,8 +23,8 @@ from jgraph.rpc.status import from_status, to_status
 from jgraph.rpc.transport import Frame
 from jgraph.server.frame_log import FrameLog
 
-_MOST_BYTES: Final = 256 << 20
-"""What is kept of the reports of one run; beyond, the oldest go."""
+_MOST_BYTES: Final = 1 << 30
+"""What is kept of one run, of four million reports; beyond, the oldest go."""
 _Arrays: TypeAlias = Sequence[np.ndarray[Any, Any]]
 _NOTHING: Final = (np.empty(0, np.int64), np.empty(0))
 
