@@ -390,7 +390,7 @@ def _of_trained(predictor: Predictor) -> _Source:
 
 
 def _of_nnx(model: nnx.Module) -> _Source:
-    check_no_tables([str(table) for table in nnx_tables(model)])
+    check_no_tables([table.rows for table in nnx_tables(model)])
     parts: Any = nnx.split(model, nnx.RngState, ...)
     graph, rngs, state = parts
     values, back = named_state(state)
@@ -406,7 +406,7 @@ def _of_nnx(model: nnx.Module) -> _Source:
 
 
 def _of_linen(module: nn.Module, variables: Any) -> _Source:
-    check_no_tables([str(table) for table in linen_tables(variables)])
+    check_no_tables([table.rows for table in linen_tables(variables)])
     values = string_keys(unfreeze(meta.unbox(variables)))
 
     def call(values: Tree, x: Any, fn: Callable[..., Any] | None) -> Any:

@@ -459,3 +459,10 @@ def test_what_an_older_jax_exports_a_newer_one_serves(tmp_path: Path) -> None:
     # Code of a newer JAX is read, or it is said what to do: never another answer.
     with pytest.raises(InvalidProgramError, match="upgrade"):
         theirs.predict([1, 2, 5])
+
+
+def test_a_model_with_a_hash_table_is_refused_by_its_name(tmp_path: Path) -> None:
+    table = jg.HashTable(4, capacity_bytes=1 << 20)
+    keys = np.zeros((2, 2), np.uint32)
+    with pytest.raises(ArtifactError, match=r"hash table params/rows, .* rows=\"ps\""):
+        jg.export(table, keys, tmp_path / "ads")

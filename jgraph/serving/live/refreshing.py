@@ -28,12 +28,12 @@ class Refreshing:
         self._going: Future[None] = event_loop.start(self._refresh())
 
     async def _refresh(self) -> None:
-        while True:
-            await asyncio.sleep(self._refresh_s)
+        while True:  # at once: code was compiled since the copy of the start
             try:
                 await self._parameters.refresh()
             except Exception:  # noqa: BLE001  # a closed cluster is one of the reasons
                 _LOG.exception("The parameters of %s stay as they were.", self._name)
+            await asyncio.sleep(self._refresh_s)
 
     def stop(self) -> None:
         """Takes no more copies, and drops what is held for them on other tasks."""

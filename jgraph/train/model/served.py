@@ -217,8 +217,9 @@ def check_no_tables(tables: Sequence[str]) -> None:
     if tables:
         raise ArtifactError(
             f"the model has the hash table {tables[0]:.80}, whose rows are found by "
-            "keys on parameter servers; such a model cannot be exported: serve it with "
-            "run.serve(…), or export a function of dense parameters"
+            "keys on parameter servers; such a model is exported without its arrays: "
+            'jg.export(trainer, …, rows="ps"); or serve it with run.serve(…), or '
+            "export a function of dense parameters"
         )
 
 
