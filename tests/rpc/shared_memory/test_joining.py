@@ -158,4 +158,4 @@ def test_two_hundred_joins_leave_no_memory_mapping_or_file_behind() -> None:
     after = some_joins(200)
     assert after[0] == before[0]
     assert after[1] <= before[1] + 3  # the interpreter has its own
-    assert after[2] == before[2]
+    assert after[2] <= before[2]  # what tests before left may be closed now
