@@ -42,7 +42,6 @@ _CPU: Final = re.compile(r"\d+(\.\d+)?m?")
 _MEMORY: Final = re.compile(r"\d+(\.\d+)?(k|[MGTPE]|[KMGTPE]i)?")
 _NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 """Of a Service; pods and what a controller keeps of them have longer ones, up to 63."""
-_OBJECT: Final = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 _SECRET_BYTES: Final = 1 << 20
 """Kubernetes takes no more in one Secret."""
 _SECRET: Final = "/etc/jgraph/secret"  # where it is mounted
@@ -143,8 +142,8 @@ class Deployment:
             raise ConfigError(
                 f"{len(self.files):,} files of certificates are {bytes_text(nbytes)}, "
                 f"and a Secret of Kubernetes has {bytes_text(_SECRET_BYTES)} at most; "
-                "make them for fewer tasks, or leave out certs= (--certs) and let the "
-                f"volume 'secret' of the pods be one of your own with these files"
+                "make them for fewer tasks, or leave out files= (--certs) and let the "
+                "volume 'secret' of the pods be one of your own with these files"
             )
 
     def plain(self) -> list[Manifest]:
@@ -377,19 +376,6 @@ def check_names(image: str, name: str) -> None:
             f"name is {name!r:.60}, and is part of names of Kubernetes and of hosts: "
             "write at most 40 small letters, digits and '-', a letter first, such as "
             "jgraph"
-        )
-
-
-def check_claim(claim: str) -> None:
-    """Refuses what no object of Kubernetes is called.
-
-    Raises:
-      ConfigError: a claim is not called so.
-    """
-    if not _OBJECT.fullmatch(claim):
-        raise ConfigError(
-            f"'{claim:.60}' is the name of no PersistentVolumeClaim: that has small "
-            "letters, digits, '-' and '.'; `kubectl get pvc` lists them"
         )
 
 

@@ -1,6 +1,7 @@
 """Manifests for Kubernetes of servers of exported models: a Deployment, a Service."""
 
 import base64
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, final
@@ -13,12 +14,12 @@ from jgraph.launch.kubernetes import (
     Manifest,
     Size,
     an_object,
-    check_claim,
     check_names,
 )
 
 DRAIN_S: Final = 5
 """A pod that is told to end is still asked while the news goes around."""
+_CLAIM: Final = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 _MODELS: Final = "/models"
 _TOKEN: Final = "/etc/jgraph/token"  # where it is mounted
 _TLS: Final = "/etc/jgraph/tls"
@@ -61,7 +62,11 @@ class ModelDeployment:
         if self.replicas < 1:
             raise ConfigError("a Deployment of servers needs a replica at least")
         check_names(self.image, self.name)
-        check_claim(self.claim)
+        if not _CLAIM.fullmatch(self.claim):
+            raise ConfigError(
+                f"'{self.claim:.60}' is the name of no PersistentVolumeClaim: that has "
+                "small letters, digits, '-' and '.'; `kubectl get pvc` lists them"
+            )
         lacking = [name for name in self._secret_files() if name not in self.files]
         if self.files and lacking:
             raise ConfigError(
