@@ -197,6 +197,8 @@ class Gates:
             self._rosters.pop(name, None)
             self._unheard.pop(name, None)
             self._closings.pop(name, None)
+        if not self._opened:
+            self._driver_of.clear()
 
     def staleness(self, name: str) -> list[pb.StalenessRow]:
         """Returns what a gate of this task has counted."""
@@ -239,8 +241,9 @@ class Gates:
     # ------------------------------------------------------------ frames and peers
 
     def step_started(self, driver: TaskName, handle: str) -> None:
-        """Learns which task drives the steps of a program."""
-        self._driver_of[handle] = driver
+        """Learns which task drives the steps of a program, as long as gates are open."""
+        if self._opened:
+            self._driver_of[handle] = driver
 
     def peer_lost(self, peer: TaskName) -> None:
         """Lets nobody wait for the steps of a task that went away."""

@@ -220,6 +220,7 @@ class Runs:
                     await changed.wait()
             changed = self._changed
             if supervisor.record.is_over:  # which its standby has read
+                self._appointed.pop(supervisor.name, None)
                 return
             if not supervisor.record.is_whole:
                 _LOG.warning(

@@ -737,7 +737,8 @@ class RunSupervisor:
                 self._handle(LoopEnded(order.replica, "stopped"))
             self._handle(lost)
             return
-        for order in () if self._leaves else (arbiter, *orders):
+        ends = self._leaves or self.record.is_over  # it may have failed meanwhile
+        for order in () if ends else (arbiter, *orders):
             self.record.begins(order)
             self._start(order)
 

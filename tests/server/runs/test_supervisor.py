@@ -15,7 +15,7 @@ from jgraph.coordination.run.supervisor import (
     WorkerAnswered,
     WorkerReady,
 )
-from jgraph.errors import FencedError, JGError, TaskLostError
+from jgraph.errors import DataError, FencedError, JGError, TaskLostError
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
@@ -131,7 +131,8 @@ class Ajar:
     """A door to tasks that take long to open a gate, and answer nothing else.
 
     Attributes:
-      refusal: ends the opening of a gate, once it is set.
+      refusal: ends the opening of a gate, once it is set; None: the gate opens.
+      begun: the loops that were begun.
       refused: of a loop that is told something; None: nobody refuses.
       told: what loops were told.
       news: of the cluster.
@@ -142,7 +143,8 @@ class Ajar:
     def __init__(self) -> None:
         self.news: list[tuple[str, str]] = []
         self.opening = asyncio.Event()
-        self.refusal: asyncio.Future[JGError] = asyncio.Future()
+        self.refusal: asyncio.Future[JGError | None] = asyncio.Future()
+        self.begun: list[str] = []
         self.refused: JGError | None = None
         self.told: asyncio.Queue[pb.StopLoop] = asyncio.Queue()
 
@@ -154,7 +156,9 @@ class Ajar:
         """Answers when a loop is told something."""
         if method == "OpenGate":
             self.opening.set()
-            raise await self.refusal
+            if (refusal := await self.refusal) is not None:
+                raise refusal
+            return frame(empty=pb.Empty())
         told = body_of(request)
         if method != "StopLoop" or not told.loop:
             raise TaskLostError("no answer")
@@ -168,8 +172,9 @@ class Ajar:
         self.news.append((kind, text))
 
     def loop(self, order: pb.RunLoop) -> AsyncIterator[Frame]:
-        """Begins none: no gate opens."""
-        raise AssertionError(order)
+        """Begins none that is to say more."""
+        self.begun.append(order.loop)
+        raise TaskLostError("no answer")
 
 
 def beginning(door: Ajar, *events: Event) -> RunSupervisor:
@@ -231,6 +236,21 @@ def test_row_that_never_begins_as_a_gate_does_not_open_is_told_nothing(
         await asyncio.sleep(0)  # who tells a loop does so at once
         await asyncio.sleep(0)
         assert door.told.empty()
+        crew.close()
+
+    run_async(main(), timeout_s=20)
+
+
+def test_row_of_a_run_that_failed_while_its_gates_opened_does_not_begin() -> None:
+    async def main() -> None:
+        door = Ajar()
+        crew = beginning(door)
+        await door.opening.wait()
+        crew.fail(DataError("no more batches"))
+        door.refusal.set_result(None)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert door.begun == []
         crew.close()
 
     run_async(main(), timeout_s=20)
