@@ -241,7 +241,7 @@ class Gates:
     # ------------------------------------------------------------ frames and peers
 
     def step_started(self, driver: TaskName, handle: str) -> None:
-        """Learns which task drives the steps of a program, as long as gates are open."""
+        """Learns which task drives the steps of a program, while gates are open."""
         if self._opened:
             self._driver_of[handle] = driver
 

@@ -14,8 +14,9 @@ from typing import Any, Final, final
 import jax
 import jax.numpy as jnp
 
+from jgraph.errors import ConfigError
 from jgraph.graph.device import device
-from jgraph.train.model.trees import Tree
+from jgraph.train.model.trees import Tree, path_of
 from jgraph.train.privacy.options import Privacy
 from jgraph.train.tables.row_step import Computed
 
@@ -66,6 +67,30 @@ class PrivateUpdate:
             f"{privacy.clip:g}; their sum gets noise of {privacy.noise_multiplier:g} "
             "times that"
         )
+
+    def check(self, params: Tree) -> None:
+        """Refuses parameters of which sums are rounded before they have noise.
+
+        One unit more may change the rounding of every number of a sum, by far more than
+        ``clip`` together.
+
+        Args:
+          params: of the model, or their shapes and dtypes.
+
+        Raises:
+          ConfigError: names one, and says what to write.
+        """
+        leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+        for path, leaf in leaves:
+            if leaf.dtype not in (jnp.float32, jnp.float64):
+                raise ConfigError(
+                    "privacy= needs parameters of float32, and "
+                    f"{'/'.join(path_of(path))} is of {leaf.dtype}: sums of it are "
+                    "rounded before they have noise, and what that tells of one is not "
+                    "in epsilon; write "
+                    "param_dtype=jnp.float32 (dtype=jnp.bfloat16 may stay, it is what "
+                    "layers compute in)"
+                )
 
     def expected(self, batch: Any) -> int:
         """Returns how many units an update is of, on average."""

@@ -97,6 +97,8 @@ class TrainStep:
         self._alone = alone
         self.private = private
         """What is done to gradients before an update; None: nothing."""
+        if private is not None:
+            private.check(adapter.params)
         self._row_steps: dict[str, RowStep | None] = {}
         self._constants: dict[str, frozenset[str]] = {}
         self._tx = CalledOptimizer(tx)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jgraph.errors import ConfigError
 from jgraph.train.privacy.options import Privacy
 from jgraph.train.privacy.private_update import PrivateUpdate, SampledBatch
 
@@ -109,6 +110,15 @@ def test_the_way_of_a_client_is_cut_as_a_whole() -> None:
     np.testing.assert_allclose(cut["b"], 4.0 * CLIP / 10, rtol=1e-6)
     short = {"a": jnp.full(4, 0.01), "b": jnp.zeros((2, 2))}
     np.testing.assert_array_equal(update().clipped(short)["a"], short["a"])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.complex64])
+def test_parameters_whose_sums_are_rounded_before_they_have_noise_are_refused(
+    dtype: Any,
+) -> None:
+    params = {"dense": {"bias": jnp.zeros(2), "kernel": jnp.zeros((2, 2), dtype)}}
+    with pytest.raises(ConfigError, match=r"dense/kernel is of .*param_dtype"):
+        update().check(params)
 
 
 def test_noise_has_the_deviation_that_the_accountant_assumes() -> None:
