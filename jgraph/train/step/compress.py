@@ -10,7 +10,8 @@ Source: Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et 
 "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
 import jax
@@ -22,6 +23,7 @@ from jgraph.graph.graph import Graph
 from jgraph.graph.variable import Variable
 from jgraph.plan.program.accumulate import MEAN
 from jgraph.plan.program.replicas import own_prefix
+from jgraph.train.step.fragments import placed_rows, rows_at
 
 GradientDtype: TypeAlias = Literal["bfloat16", "int8"]
 GRADIENT_DTYPES = ("bfloat16", "int8")
@@ -76,14 +78,32 @@ def expanded(payload: tuple[jax.Array, ...]) -> jax.Array:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Compressed rows of a gradient, which are cut by shard before they travel.
+
+    Attributes:
+      values: what travels of each row.
+      rest: what travels of all of them.
+    """
+
+    values: jax.Array
+    rest: tuple[jax.Array, ...]
+
+    def unpacked(self, values: jax.Array) -> jax.Array:
+        """Returns some of the rows as float32 ones; where they have arrived."""
+        return expanded((values, *self.rest))
+
+
+@final
 class Compression:
     """What is left over on a worker, and how gradients are sent.
 
     Left-overs are variables of each worker: ``residual/0/params/w`` on its first one.
     Where contributions may be dropped (see ``Counted``), ``residual/0/before/params/w``
     is what was left over before its last step. They begin at zero in each ``fit`` and
-    are not part of a checkpoint. Gradients of rows travel as they are, and so do those
-    that are not float32.
+    are not part of a checkpoint. Gradients of looked up rows travel as they are, and so
+    do those that are not float32; those of a fragment are compressed.
 
     Args:
       parameters: the variables of the parameters, in the order of their leaves.
@@ -131,19 +151,27 @@ class Compression:
         )
 
     def sent(
-        self, grads: Any, by_rows: Collection[str], has_counted: jax.Array | None = None
+        self,
+        grads: Any,
+        by_rows: Collection[str],
+        has_counted: jax.Array | None = None,
+        pieces: Mapping[str, jax.Array] | None = None,
     ) -> Any:
         """Returns gradients as they arrive; called inside a graph.
 
         Args:
           grads: like the parameters.
-          by_rows: names of parameters whose gradients are of rows.
+          by_rows: names of parameters whose gradients travel as they are.
           has_counted: from ``last_counted``; None: what is sent always counts.
+          pieces: by name, of parameters of which a piece is sent, the numbers of its
+            rows, padded with one past the last. Their gradients are of those rows, and
+            arrive as ``PackedRows``.
         """
+        rows_of = pieces or {}
         leaves, tree = jax.tree.flatten(grads)
         residuals = {v.name.split("/", 2)[2]: v for v in self.residuals}
 
-        def sent(grad: jax.Array, name: str) -> jax.Array:
+        def sent(grad: jax.Array, name: str) -> "jax.Array | PackedRows":
             if name in by_rows or name not in residuals:
                 return grad
             with device("/job:worker"):
@@ -152,9 +180,14 @@ class Compression:
                     before = residuals[_BEFORE + name]
                     residual = jnp.where(has_counted, residual, before[...])
                     before[...] = residual
-                total = grad + residual
+                rows = rows_of.get(name)
+                kept = residual if rows is None else rows_at(residual, rows)
+                total = grad + kept
                 payload = compressed(total, self._dtype)
-                residuals[name][...] = total - expanded(payload)
+                rest = total - expanded(payload)
+                residuals[name][...] = placed_rows(residual, rows, rest)
+            if rows is not None:
+                return PackedRows(payload[0], payload[1:])
             # Not placed: where the update is, so that what crosses is packed.
             return expanded(payload)
 

@@ -232,7 +232,7 @@ class Fragments:
             self._next[...] = number + 1
             due_now = self._rows(variables, due_in(number, self.count))
             way = [
-                a - b if rows is None else _taken(a, rows[1]) - _taken(b, rows[1])
+                a - b if rows is None else rows_at(a, rows[1]) - rows_at(b, rows[1])
                 for a, b, rows in zip(base, new, due_now, strict=True)
             ]
             rows_of = {
@@ -311,7 +311,7 @@ class Fragments:
 
     def _mixed(self, joins: Any, own: Any, rows: Any, read: Any) -> jax.Array:
         """Returns a worker's parameter with what it read mixed in."""
-        old = own if rows is None else _taken(own, rows[1])
+        old = own if rows is None else rows_at(own, rows[1])
         return _placed(own, rows, jnp.where(joins, read, self._mix_of(old, read)))
 
     def _mix_of(self, own: Any, read: Any) -> Any:
@@ -346,13 +346,20 @@ def _is_real(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
-def _taken(value: jax.Array, places: jax.Array) -> jax.Array:
+def rows_at(value: jax.Array, places: jax.Array) -> jax.Array:
+    """Returns the rows at these places; zeros for places past the last row."""
     return value.at[places].get(mode="fill", fill_value=0)
 
 
+def placed_rows(
+    value: jax.Array, places: jax.Array | None, new: jax.Array
+) -> jax.Array:
+    """Returns an array with new rows at these places; None: with all of it new."""
+    return new if places is None else value.at[places].set(new, mode="drop")
+
+
 def _placed(value: jax.Array, rows: Any, new: jax.Array) -> jax.Array:
-    """Returns a parameter with these rows; None: with all of it new."""
-    return new if rows is None else value.at[rows[1]].set(new, mode="drop")
+    return placed_rows(value, None if rows is None else rows[1], new)
 
 
 def _most(bounds: Sequence[Sequence[int]], sizes: Sequence[tuple[int, int]]) -> int:

@@ -26,7 +26,7 @@ from jgraph.train.model.metrics import (
 from jgraph.train.privacy.secure_sum import SecureSum
 from jgraph.train.privacy.secure_words import SecureWords
 from jgraph.train.step.batch_pieces import BatchPieces
-from jgraph.train.step.compress import Counted
+from jgraph.train.step.compress import Counted, PackedRows
 from jgraph.train.step.local_steps import INNER
 from jgraph.train.step.train_step import TrainStep
 from jgraph.train.tables.row_mean import JoinedRows, RowMean
@@ -255,8 +255,9 @@ class SyncStep:
         tasks = sorted({str(s.device) for v in means for s in v.shards})
         slots = [self._slot(i, task) for i, task in enumerate(tasks)]
         compression = self._step.compression
-        mean_names = {mean.name for mean in means}
-        frozen = {n for n in self._step.names if MEAN + n not in mean_names}
+        names = [n for n in self._step.names if n.startswith("params/")]
+        pairs = zip(names, jax.tree.leaves(self._grads), strict=True)
+        frozen = {name for name, mean in pairs if not _contributed(mean, reads)}
 
         def contribute(
             batch: Any,
@@ -283,7 +284,10 @@ class SyncStep:
             grads = result.grads
             if compression is not None and self._counter is not None:
                 last = compression.last_counted(self._counter.of(replica))
-                grads = compression.sent(grads, {*result.rows, *frozen}, last)
+                rows = {n: some.unique for n, some in result.rows.items()}
+                pieces = {} if self._step.fragments is None else rows
+                whole = rows.keys() - pieces.keys()
+                grads = compression.sent(grads, {*whole, *frozen}, last, pieces)
                 with device("/job:worker"):
                     who = {self._counter.who.name: self._counter.named(replica)}
             if self._weight is not None:
@@ -500,7 +504,11 @@ def _pairs(
     for mean, value in leaves:
         if isinstance(mean, RowMean):
             assert rows is not None  # of every table
-            by_name |= mean.cut(rows[mean.table.name].unique, value)
+            unique = rows[mean.table.name].unique
+            if isinstance(value, PackedRows):
+                by_name |= mean.cut(unique, value.values, value.unpacked)
+            else:
+                by_name |= mean.cut(unique, value.astype(mean.table.dtype))
         else:
             same = value.dtype == mean.dtype
             by_name[mean.name] = value if same else value.astype(mean.dtype)

@@ -208,7 +208,6 @@ class LocalSGD:
             ("dense", self.dense != "ps"),
             ("elastic", self.elastic is not None),
             ("privacy", self.privacy is not None),
-            ("gradient_dtype", self.gradient_dtype is not None),
         ]:
             if is_set:
                 raise ConfigError(

@@ -1,11 +1,13 @@
 """Mean of sparse gradients: rows of a table that several workers contribute."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
 
+from jgraph.graph.device import device
 from jgraph.graph.rows.padded_rows import cut_rows, join_rows
 from jgraph.graph.rows.rows import Layout
 from jgraph.graph.variable import Variable
@@ -74,10 +76,22 @@ class RowMean:
         is_hash = self._layout.kind == "hash"
         return self._variables(self.count * self.contributions, pairs=is_hash)
 
-    def cut(self, unique: Any, rows: Any) -> dict[str, Any]:
-        """Returns what to contribute, by name of the variable."""
-        rows = rows.astype(self.table.dtype)
-        both = cut_rows(unique, rows, layout=self._layout)
+    def cut(
+        self,
+        unique: jax.Array,
+        rows: jax.Array,
+        unpacked: Callable[[jax.Array], jax.Array] = lambda rows: rows,
+    ) -> dict[str, jax.Array]:
+        """Returns what to contribute, by name of the variable.
+
+        Args:
+          unique: ids of the rows.
+          rows: as they travel.
+          unpacked: makes of them, where they arrive, rows of the table's dtype.
+        """
+        ids, cut = cut_rows(unique, rows, layout=self._layout)
+        with device(None):
+            both = ids, unpacked(cut)
         return {v.name: x for v, x in zip(self.contributed, both, strict=True)}
 
     def read(self) -> tuple[JoinedRows, jax.Array]:

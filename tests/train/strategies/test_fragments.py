@@ -1,7 +1,7 @@
 """Rounds whose parameters are exchanged in turn, on servers of this process."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from jgraph.plan.program.nodes import (
     inputs_of,
     outputs_of,
 )
+from jgraph.train.step.compress import GradientDtype, compressed, expanded
 from jgraph.train.step.fragments import fragment_rows
 from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.local_sgd import LocalSGD
@@ -107,11 +108,13 @@ def by_hand(
     overlap: int,
     mix: float,
     dealt: Sequence[Sequence[int]] = ((0,), (1,), (2,), (3,), (4,), (5,), (6,)),
+    travel: Callable[[Any], Any] = lambda x: x,
 ) -> list[Any]:
     """A loop of one process that does what all do.
 
     Args:
       dealt: per update, which batch of pieces each worker has.
+      travel: rounds contributions; what that takes away is in the next ones.
     """
     graph, theta = nnx.split(NnxMLP(rngs=nnx.Rngs(0)))
 
@@ -123,6 +126,15 @@ def by_hand(
     workers = len(dealt[0])
     own, inner = [theta] * workers, [tx.init(theta) for _ in range(workers)]
     base, state = theta, outer.init(theta)
+    left = [jax.tree.map(jnp.zeros_like, theta) for _ in range(workers)]
+
+    def sent(worker: int, mask: Any) -> Any:
+        ways = jax.tree.map(lambda a, b, c: a - b + c, base, own[worker], left[worker])
+        piece = where(mask, ways, jax.tree.map(jnp.zeros_like, theta))
+        arrived = jax.tree.map(travel, piece)
+        rest = jax.tree.map(lambda a, b: a - b, ways, arrived)
+        left[worker] = where(mask, rest, left[worker])
+        return arrived
 
     for update, numbers in enumerate(dealt):
         for worker, number in enumerate(numbers):
@@ -139,11 +151,7 @@ def by_hand(
         if update:
             base = where(masks[(update - 1) % fragments], theta, base)
         mask = masks[update % fragments]
-        zeros = jax.tree.map(jnp.zeros_like, theta)
-        ways = [
-            where(mask, jax.tree.map(lambda a, b: a - b, base, each), zeros)
-            for each in own
-        ]
+        ways = [sent(worker, mask) for worker in range(workers)]
         way = jax.tree.map(lambda *each: sum(each) / workers, *ways)
         updates, after = outer.update(way, state, theta)
         theta = where(mask, optax.apply_updates(theta, updates), theta)
@@ -172,6 +180,29 @@ def test_fragments_are_those_of_a_loop_by_hand(
     assert (run.state, run.steps) == ("done", UPDATES)
     wanted = by_hand(tx, NESTEROV, fragments, overlap, mix)
     assert_close(parameters(run.model()), wanted)
+    there.close()
+
+
+def by_bits(dtype: GradientDtype) -> Callable[[Any], Any]:
+    return lambda value: expanded(compressed(value, dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shards"),
+    [("bfloat16", 1), pytest.param("int8", 2, marks=pytest.mark.nightly)],
+)
+def test_fragments_travel_as_fewer_bits_and_what_is_rounded_away_comes_later(
+    cluster: Cluster, dtype: GradientDtype, shards: int
+) -> None:
+    tx, options = optax.sgd(0.1), dict[str, Any](gradient_dtype=dtype)
+    if shards > 1:
+        options["variable_partitioner"] = jg.fixed_size_partitioner(shards)
+    there = trainer(cluster, tx, outer=NESTEROV, fragments=2, overlap=1, **options)
+    found = parameters(fit(there).model())
+    due = by_hand(tx, NESTEROV, 2, 1, 0.5, travel=by_bits(dtype))
+    assert_close(found, due)
+    exact = by_hand(tx, NESTEROV, 2, 1, 0.5)
+    assert max(np.abs(a - b).max() for a, b in zip(due, exact, strict=True)) > 1e-4
     there.close()
 
 
@@ -339,8 +370,10 @@ class Wide(nnx.Module):
 def test_bytes_of_an_exchange_fall_by_the_number_of_fragments() -> None:
     """By the counters of the ps, in both directions: the most of any exchange."""
 
-    def most(cluster: Cluster, fragments: int) -> int:
-        strategy = LocalSGD(sync_every=8, fragments=fragments, step_timeout_s=20)
+    def most(cluster: Cluster, fragments: int, **options: Any) -> int:
+        strategy = LocalSGD(
+            sync_every=8, fragments=fragments, step_timeout_s=20, **options
+        )
         there = Trainer(
             Wide(nnx.Rngs(0)),
             nnx_loss,
@@ -365,6 +398,8 @@ def test_bytes_of_an_exchange_fall_by_the_number_of_fragments() -> None:
         model = 4 * sum(x.size for x in jax.tree.leaves(nnx.state(Wide(nnx.Rngs(0)))))
         assert whole > 1.8 * model
         assert quarter < 1.2 * whole / 4
+        # Half of it is what is read.
+        assert most(cluster, 4, gradient_dtype="bfloat16") < 0.8 * quarter
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 3, 4, 7])
@@ -394,7 +429,6 @@ def test_fragments_that_cannot_be_are_refused_in_words(cluster: Cluster) -> None
         ({"fragments": 3, "overlap": 3}, "more than the 2 steps .* write overlap=2"),
         ({"fragments": 2, "inner_state": "reset"}, "not go with inner_state='reset'"),
         ({"fragments": 2, "dense": "workers"}, "does not go with dense"),
-        ({"fragments": 2, "gradient_dtype": "int8"}, "not go with gradient_dtype"),
         ({"fragments": 2, "elastic": Elastic()}, "does not go with elastic"),
         ({"overlap": 1, "sync_every_s": 1.0}, "does not go with sync_every_s"),
         ({"overlap": 1, "max_staleness": 1}, "does not go with max_staleness"),
