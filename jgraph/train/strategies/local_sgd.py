@@ -206,7 +206,6 @@ class LocalSGD:
             (f"inner_state={self.inner_state!r}", self.inner_state != "keep"),
             ("max_staleness", self.max_staleness is not None),
             ("dense", self.dense != "ps"),
-            ("elastic", self.elastic is not None),
             ("privacy", self.privacy is not None),
         ]:
             if is_set:

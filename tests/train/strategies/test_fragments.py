@@ -27,6 +27,7 @@ from jgraph.train.step.fragments import fragment_rows
 from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.local_sgd import LocalSGD
 from jgraph.train.trainer import Trainer
+from tests.support.members import two_join_and_one_leaves
 from tests.support.models import (
     NnxMLP,
     assert_close,
@@ -241,6 +242,68 @@ def test_each_worker_goes_on_with_parameters_of_its_own() -> None:
     assert min(errors) < 1e-6 < max(errors)
 
 
+class Slope(nnx.Module):
+    """Four numbers, each of which an SGD step of rate 1 makes one less."""
+
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.zeros(4))
+
+    def __call__(self, x: Any) -> Any:
+        return self.w[...].sum() + 0 * x.sum()
+
+
+def slope_by_hand(contributions: Sequence[int], fragments: int, again: bool) -> Any:
+    """Returns the numbers after updates of so many workers each.
+
+    Args:
+      contributions: of each update.
+      fragments: how many there are.
+      again: all workers read all of the model where their number changes.
+    """
+    found, ages, last = np.zeros(4), [0], contributions[0]
+    for update, count in enumerate(contributions):
+        ages = [0] * count if again and count != last else ages[:count]
+        ages += [0] * (count - len(ages))
+        steps = [min(EVERY, EVERY // fragments * (age + 1)) for age in ages]
+        piece = slice(*(4 // fragments * (update % fragments + n) for n in (0, 1)))
+        found[piece] -= np.mean(steps)
+        ages, last = [age + 1 for age in ages], count
+    return found
+
+
+def test_workers_join_and_leave_between_two_fragments() -> None:
+    """All may read all of the model then: their own steps since are lost."""
+    with connected(ps=2, worker=1) as cluster:
+        strategy = LocalSGD(sync_every=EVERY, fragments=2, elastic=Elastic())
+        there = Trainer(
+            Slope(),
+            lambda model, x: model(x),
+            optax.sgd(1.0),
+            cluster=cluster,
+            strategy=strategy,
+        )
+        run = there.fit(
+            np.zeros((48, 1), np.float32),
+            steps=10**6,
+            batch_size=BATCH,
+            block=False,
+            progress=False,
+        )
+        joined = two_join_and_one_leaves(cluster.target, run)
+        run.stop()
+        run.wait(30)
+        assert run.repeated() == 0
+        found = run.model().w[...]
+        counts = run.metrics("contributions")["value"].tolist()
+        least = slope_by_hand(counts, 2, again=True)
+        most = slope_by_hand(counts, 2, again=False)
+        assert np.all(most - 1e-3 <= found)
+        assert np.all(found <= least + 1e-3)
+        there.close()
+        for server in joined:
+            server.stop(0.0)
+
+
 def test_a_fit_goes_on_where_the_one_before_was_in_the_round(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -429,7 +492,6 @@ def test_fragments_that_cannot_be_are_refused_in_words(cluster: Cluster) -> None
         ({"fragments": 3, "overlap": 3}, "more than the 2 steps .* write overlap=2"),
         ({"fragments": 2, "inner_state": "reset"}, "not go with inner_state='reset'"),
         ({"fragments": 2, "dense": "workers"}, "does not go with dense"),
-        ({"fragments": 2, "elastic": Elastic()}, "does not go with elastic"),
         ({"overlap": 1, "sync_every_s": 1.0}, "does not go with sync_every_s"),
         ({"overlap": 1, "max_staleness": 1}, "does not go with max_staleness"),
     ]
