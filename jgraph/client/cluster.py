@@ -89,6 +89,7 @@ class Cluster(Connection):
         self._sessions: list[Session] = []
         self._dashboards: list[Dashboard] = []
         self._scaling = threading.Lock()
+        self._beginnings: list[tuple[threading.Event, threading.Thread]] = []
         self.notes = EventLog(CLIENT)
 
     @property
@@ -211,9 +212,26 @@ class Cluster(Connection):
         scaler = Scaler(
             self, self._start_tasks, self.leave, self.announce, self._forget_tasks
         )
-        scaler = replace(scaler, turn=self._scaling, timeout_s=timeout_s, wait=wait)
+        own = threading.current_thread()  # of a callback: its run waits for it
+        scaler = replace(
+            scaler,
+            turn=self._scaling,
+            timeout_s=timeout_s,
+            wait=wait,
+            beginnings=[b for b, by in self._beginnings if by is not own],
+        )
         there = scaler.scale(workers, ps)
         return there["ps" if workers is None else "worker"]
+
+    def begins(self, at_master: threading.Event, thread: threading.Thread) -> None:
+        """Takes note of a run of this client that begins.
+
+        Args:
+          at_master: set once a master has the run, or it is over.
+          thread: that begins it.
+        """
+        others = [(b, by) for b, by in self._beginnings if not b.is_set()]
+        self._beginnings = [*others, (at_master, thread)]
 
     def _start_tasks(self, job: str, count: int) -> None:
         raise RescaleError(
@@ -396,7 +414,8 @@ class Cluster(Connection):
     def __dir__(self) -> list[str]:
         inner = {
             *("at_close", "call", "check_startable", "drop_held", "find", "gone"),
-            *("leave", "let_go", "move_to", "platforms", "take_members", "transport"),
+            *("begins", "leave", "let_go", "move_to", "platforms", "take_members"),
+            *("transport",),
             *("refresh", "renewed_tasks", "starts_again", "status_now"),
         }
         return [name for name in super().__dir__() if name not in inner]

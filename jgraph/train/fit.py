@@ -88,12 +88,15 @@ class Fit:
             with types:  # JAX asks each thread whether it has 64-bit types
                 self._work(release)
 
-        threading.Thread(
+        thread = threading.Thread(
             target=context.run,
             args=(work,),
             name="jgraph-fit",
             daemon=True,
-        ).start()
+        )
+        if self.cluster is not None and self.attempt.order is not None:
+            self.cluster.begins(self.attempt.order.at_master, thread)
+        thread.start()
 
     def _work(self, release: Callable[[], None]) -> None:
         attempt, start_s = self.attempt, self.clock.now()

@@ -64,6 +64,7 @@ class Scaler:
         one client that count from what there is do so one after the other.
       timeout_s: how long to wait.
       wait: until those that join take part in the runs that take them.
+      beginnings: of runs of this client that begin now; set once a master has them.
     """
 
     cluster: Connection
@@ -74,6 +75,7 @@ class Scaler:
     turn: threading.Lock = field(default_factory=threading.Lock)
     timeout_s: float = SCALE_S
     wait: bool = True
+    beginnings: Sequence[threading.Event] = ()
 
     def scale(
         self, workers: int | str | None, ps: int | str | None
@@ -176,7 +178,7 @@ class Scaler:
     ) -> _Waiting:
         before = self.cluster.tasks("worker")
         events = EventTail(self.cluster.transport, self.cluster.spec)
-        if self.wait and runs:
+        if self.wait and (runs or self.beginnings):
             events.new()  # of what was before
         for task in leavers:
             self._check_holds_nothing(task, [run.container for run in runs], polling)
@@ -190,7 +192,8 @@ class Scaler:
                 return [task for task in before if task not in leavers]
             self._wait_members("worker", wanted, leavers, polling)
             self.ended(leavers)
-            self._wait_taking_part([run.name for run in runs], events, polling)
+            names = self._with_begun([run.name for run in runs], polling)
+            self._wait_taking_part(names, events, polling)
             there = self.cluster.tasks("worker")
             self._check_startable(self._lost(there, polling))
             return there
@@ -234,9 +237,10 @@ class Scaler:
             self.start("ps", wanted - len(before))
         for task in reversed(leavers):
             self._tell(self.announce, task, polling)
-        names = [run.name for run in runs]
+        known = [run.name for run in runs]
 
         def wait(polling: Polling) -> list[TaskName]:
+            names = self._with_begun(known, polling)
             if leavers:  # who leaves ends when nobody needs it any more
                 self._let_leave(wanted, names, polling)
             elif self.wait:
@@ -302,6 +306,24 @@ class Scaler:
                     "there are, and `jgraph events` tells what became of the others",
                     pending=late,
                 )
+
+    def _with_begun(self, names: Sequence[str], polling: Polling) -> Sequence[str]:
+        """Returns names of runs, and those of runs that this client was beginning.
+
+        A run that begins may need the tasks that were started for it: it is waited for
+        only then.
+        """
+        if not (self.wait and self.beginnings):
+            return names
+        while not all(event.is_set() for event in self.beginnings):
+            if not polling.wait():
+                raise DeadlineError(
+                    f"scale waited {self.timeout_s:g} s for the run that fit begins; "
+                    "its tasks are told, and it goes on with those that are ready"
+                )
+        found = self._ask(lambda: runs_of(self.cluster), polling)
+        more = [run.name for run in found if run.name not in names]
+        return [*names, *more]
 
     def _wait_left(
         self, job: str, goers: Collection[TaskName], polling: Polling

@@ -1,5 +1,6 @@
 """What cannot be asked of the number of workers is refused, and nothing changes."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from jgraph.errors import (
 from jgraph.graph.device import TaskName
 from jgraph.server import server
 from jgraph.server.members.joining import join_cluster
+from jgraph.server.server import Server
+from jgraph.train.run.run import Run
 from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.elastic import Elastic
 from jgraph.train.strategies.strategies import Strategy
@@ -462,6 +465,43 @@ def test_a_run_keeps_the_number_of_workers_within_its_bounds(cluster: Cluster) -
     assert [member.task for member in run.members()] == cluster.tasks("worker")
     assert sum(member.batches for member in run.members()) == 300
     there.close()
+
+
+def test_scaling_waits_for_the_run_that_fit_begins(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a guide has it: fit(block=False), then scale."""
+    started, joined = threading.Event(), list[Server]()
+
+    class Late:
+        def begin(self, run: Run) -> None:
+            started.wait(20)
+
+        def end(self, run: Run) -> None:
+            del run
+
+    def start(self: Cluster, job: str, count: int) -> None:
+        joined.extend(join_cluster(self.target, job) for _ in range(count))
+        started.set()
+
+    monkeypatch.setattr(Cluster, "_start_tasks", start)
+    there = trainer(cluster, AsyncPS(elastic=Elastic()))
+    run = there.fit(
+        IDS,
+        steps=10**6,
+        batch_size=BATCH,
+        callbacks=Late(),
+        block=False,
+        progress=False,
+    )
+    tasks = cluster.scale(workers=3)
+    (info,) = cluster.runs()
+    assert sorted(info.workers) == tasks == cluster.tasks("worker")
+    run.stop()
+    run.wait(30)
+    there.close()
+    for one in joined:
+        one.stop(0.0)
 
 
 @pytest.mark.bad_input_row(27)
