@@ -181,8 +181,8 @@ class Compression:
                     residual = jnp.where(has_counted, residual, before[...])
                     before[...] = residual
                 rows = rows_of.get(name)
-                kept = residual if rows is None else rows_at(residual, rows)
-                total = grad + kept
+                old = residual if rows is None else rows_at(residual, rows)
+                total = grad + old
                 payload = compressed(total, self._dtype)
                 rest = total - expanded(payload)
                 residuals[name][...] = placed_rows(residual, rows, rest)
