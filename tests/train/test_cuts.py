@@ -73,6 +73,7 @@ def test_a_synchronous_checkpoint_is_of_one_update_on_all_ps_and_in_the_data(
         assert cut.done == cut.step * (WORKERS - backups)
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("detached", [False, True], ids=["fit", "detached"])
 def test_an_asynchronous_checkpoint_is_ahead_of_its_data_by_two_steps_per_worker(
@@ -81,10 +82,10 @@ def test_an_asynchronous_checkpoint_is_ahead_of_its_data_by_two_steps_per_worker
     """By three where a worker begins a step while it computes the one before."""
     where = Checkpoints(tmp_path, every=100, keep=100)
     strategy = AsyncPS(prefetch=prefetch)
-    train(cluster, strategy, where, steps=850, detached=detached).wait()
+    train(cluster, strategy, where, steps=350, detached=detached).wait()
     cuts = cuts_in(tmp_path)
-    assert cuts[-1].step == 850
-    assert [cut.step // 100 for cut in cuts if cut.step] == [*range(1, 9), 8]
+    assert cuts[-1].step == 350
+    assert [cut.step // 100 for cut in cuts if cut.step] == [1, 2, 3, 3]
     for cut in cuts:
         check_moment(cut, 2 + prefetch)
 

@@ -115,7 +115,10 @@ def assert_same_bits(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize(
     "tx",
-    [optax.sgd(0.1, momentum=0.9), optax.adamw(1e-2)],
+    [
+        optax.sgd(0.1, momentum=0.9),
+        pytest.param(optax.adamw(1e-2), marks=pytest.mark.nightly),
+    ],
     ids=["momentum", "adamw"],
 )
 def test_workers_compute_the_same_bits_as_ps_do(
@@ -126,7 +129,9 @@ def test_workers_compute_the_same_bits_as_ps_do(
     assert_same_bits(trained(without_ps, "workers", tx=tx), wanted)
 
 
-@pytest.mark.parametrize("by", ["mapping", "a copy"])
+@pytest.mark.parametrize(
+    "by", ["mapping", pytest.param("a copy", marks=pytest.mark.nightly)]
+)
 def test_large_parameters_are_joined_and_have_the_same_bits(
     cluster: Cluster, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +199,7 @@ def test_a_table_stays_on_the_ps_in_the_same_step(cluster: Cluster) -> None:
     assert_same_bits(trained(cluster, "workers", LOOKED_UP, **given), wanted)
 
 
+@pytest.mark.nightly  # smaller: test_a_table_stays_on_the_ps, test_sync_hash.py
 def test_a_hash_table_stays_on_the_ps(cluster: Cluster) -> None:
     given = {"model": Keyed, "loss": squares, "tx": optax.sgd(0.1)}
     keys = jg.split_keys(LOOKED_UP["ids"].astype(np.int64))
@@ -208,7 +214,9 @@ def test_a_hash_table_stays_on_the_ps(cluster: Cluster) -> None:
     there.close()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("bfloat16", marks=pytest.mark.nightly), "int8"]
+)
 def test_fewer_bits_leave_over_the_same_on_each_worker(
     cluster: Cluster, dtype: GradientDtype
 ) -> None:

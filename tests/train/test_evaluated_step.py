@@ -53,19 +53,19 @@ def test_model_that_was_evaluated_had_so_many_updates(
         )
         run = there.fit(
             data,
-            steps=600,
+            steps=120,
             batch_size=4,
             eval_data=data,
-            eval_every=100,
+            eval_every=20,
             callbacks=[stopping],
             progress=False,
         )
         there.close()
     found = run.metrics("eval_count")
     assert found["value"].tolist() == found["step"].tolist()
-    assert found["step"][-1] == 600
+    assert found["step"][-1] == 120
     assert len({*found["step"].tolist()}) == len(found["step"])  # each copy once
-    assert stopping.best_step == stopping.best == 600
+    assert stopping.best_step == stopping.best == 120
 
 
 def test_prediction_without_a_row_for_each_example_is_refused() -> None:

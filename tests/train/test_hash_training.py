@@ -320,7 +320,9 @@ def test_large_ids_name_the_way_to_give_them() -> None:
         one.fit(given, steps=1, batch_size=BATCH, progress=False)
 
 
-@pytest.mark.parametrize("narrow", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "narrow", [pytest.param("bfloat16", marks=pytest.mark.nightly), "int8"]
+)
 def test_synchronous_step_with_narrow_gradients_has_whole_keys(narrow: Any) -> None:
     with connected(ps=2, worker=2) as two:
         models = []

@@ -112,6 +112,7 @@ def test_weighted_contributions_are_summed_likewise(
     )
 
 
+@pytest.mark.nightly  # smaller: tests/train/test_dense_workers.py
 def test_state_of_the_model_travels_as_before(cluster: Cluster) -> None:
     assert_close(
         trained(cluster, SyncPS(dense="workers"), NnxNorm),
@@ -126,6 +127,7 @@ def test_the_same_run_has_the_same_bits(cluster: Cluster) -> None:
         np.testing.assert_array_equal(mine, its)
 
 
+@pytest.mark.nightly  # smaller: tests/simulation/test_sync.py
 def test_late_contributions_are_in_no_sum(cluster: Cluster) -> None:
     """One of the second host is late, so its host sends what the other one gave."""
     quarter = jg.fixed_size_partitioner(4)
@@ -159,6 +161,7 @@ def test_workers_of_one_host_alone_sum_nothing_first() -> None:
         there.close()
 
 
+@pytest.mark.nightly
 def test_fewer_bits_of_three_workers_of_a_host_are_summed() -> None:
     strategy = SyncPS(dense="workers", gradient_dtype="bfloat16")
     with connected(ps=1, worker=6, hosts=2) as wide:
@@ -218,6 +221,7 @@ def test_auto_counts_the_bytes_of_sums(cluster: Cluster) -> None:
 
 
 @pytest.mark.row(60)
+@pytest.mark.nightly  # smaller: tests/simulation/test_sync.py
 @pytest.mark.procs
 @pytest.mark.parametrize(
     "lost",

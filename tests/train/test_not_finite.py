@@ -123,7 +123,18 @@ def test_run_ends_at_the_step_that_is_not_finite(
     ends_at_the_bad_step(there, NonFiniteError, *data, tmp_path / "saved")
 
 
-@pytest.mark.parametrize("strategy", [Local(), AsyncPS(), SyncPS()], ids=repr)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Local(),
+        # There is a smaller one of these in test_sync_rows.py.
+        *(
+            pytest.param(each(), marks=pytest.mark.nightly)
+            for each in (AsyncPS, SyncPS)
+        ),
+    ],
+    ids=repr,
+)
 def test_run_ends_at_the_step_that_looks_up_a_row_that_is_not_there(
     cluster: Cluster, strategy: Strategy, tmp_path: Path
 ) -> None:

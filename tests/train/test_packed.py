@@ -46,6 +46,7 @@ def fit(trainer: Trainer, steps: int) -> Any:
     return nnx.state(run.model(), nnx.Param)
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
 def test_training_on_a_cluster_equals_a_plain_loop(
@@ -81,8 +82,7 @@ def test_the_plan_packs_what_travels_and_what_is_updated() -> None:
             deep(), nnx_loss, OPTIMIZERS["adam"], cluster=cluster, strategy=AsyncPS()
         ) as trainer,
     ):
-        fit(trainer, 1)
-        program = trainer.plan().program
+        program = trainer.plan(data(), BATCH).program
     for task in ("/job:ps/task:0", "/job:ps/task:1"):
         nodes = program.partition(TaskName(task)).nodes
         (update,) = [node for node in nodes if isinstance(node, SegmentNode)]

@@ -141,7 +141,7 @@ def cluster() -> Iterator[LocalCluster]:
 @pytest.mark.parametrize(
     ("strategy", "steps", "lost"),
     [
-        (AsyncPS(), 1000, (PS,)),
+        (AsyncPS(), 400, (PS,)),
         pytest.param(SyncPS(), 400, (PS,), marks=pytest.mark.nightly),
     ],
     ids=["async", "sync"],

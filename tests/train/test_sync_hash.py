@@ -103,7 +103,7 @@ def assert_same(model: Any, wanted: Any) -> None:
 @pytest.mark.parametrize(
     "tx",
     [
-        optax.adagrad(0.1),
+        pytest.param(optax.adagrad(0.1), marks=pytest.mark.nightly),
         optax.chain(optax.clip_by_global_norm(0.01), optax.adam(0.01)),
         pytest.param(optax.lamb(0.01), marks=pytest.mark.nightly),
     ],

@@ -495,7 +495,7 @@ with CheckpointWriter(sys.argv[1], keep=3) as writer:
 @pytest.mark.procs
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(s, marks=pytest.mark.nightly) for s in range(2, 20))]
+    "seed", [0, *(pytest.param(s, marks=pytest.mark.nightly) for s in range(1, 20))]
 )
 def test_a_writer_killed_at_any_moment_loses_no_saved_step(
     tmp_path: Path, seed: int

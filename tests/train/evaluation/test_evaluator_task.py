@@ -59,7 +59,11 @@ def assert_like_here(trainer: Trainer, run: Any, eval_data: Any) -> None:
         assert found["step"][-1] == run.steps
 
 
-@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "strategy",
+    [AsyncPS(), pytest.param(SyncPS(), marks=pytest.mark.nightly)],
+    ids=["async", "sync"],
+)
 def test_evaluator_says_what_the_client_would(cluster: Cluster, strategy: Any) -> None:
     metrics = {"mean_x": lambda model, batch: batch[0].mean()}
     trainer = Trainer(

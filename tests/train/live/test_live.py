@@ -31,6 +31,7 @@ from jgraph.serving._pb import inference_pb2 as pb
 from jgraph.train.live.live_model import LiveModel
 from jgraph.train.live.model_call import ModelCall
 from jgraph.train.model.served import Example
+from tests.support.rescaled import Rescaled, begun
 from tests.support.servers import Servers
 
 USERS, ITEMS = 200, 50
@@ -151,7 +152,7 @@ def test_ids_that_are_inputs_are_not_computed_and_others_are(
         np.testing.assert_allclose(live.predict(x)["score"], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("how", ["div", "mod"])
+@pytest.mark.parametrize("how", [pytest.param("div", marks=pytest.mark.nightly), "mod"])
 def test_rows_of_sharded_tables_are_asked_for_where_they_are(
     cluster: Cluster, how: Any
 ) -> None:
@@ -349,11 +350,10 @@ def test_a_model_is_served_on_when_it_trains_again_after_a_task_was_lost() -> No
     servers.stop()
 
 
-@pytest.mark.procs
-@pytest.mark.timeout(120)
 def test_a_model_is_served_on_when_its_run_has_more_parameter_servers() -> None:
     strategy = jg.AsyncPS(elastic=jg.Elastic(ps=(1, 2)))
-    with jg.LocalCluster(ps=1, workers=1, elastic=True) as cluster:
+    servers = Servers(ps=1, worker=1)
+    with connect(servers.server("/job:ps/task:0").target, timeout_s=20) as cluster:
         trainer = jg.Trainer(
             Ctr(nnx.Rngs(0)),
             loss,
@@ -361,16 +361,18 @@ def test_a_model_is_served_on_when_its_run_has_more_parameter_servers() -> None:
             cluster=cluster,
             strategy=strategy,
         )
-        options: dict[str, Any] = {"progress": False, "block": False}
-        run = trainer.fit(batch(64), steps=10**6, batch_size=16, **options)
+        run = begun(cluster, trainer, batch(64), 16)
+        rescaled = Rescaled(cluster, run)
         with served(trainer, cache_rows=0) as live:
-            cluster.scale(ps=2)
-            run.stop()
-            run.wait()
+            rescaled.to(2)
+            rescaled.end()
             assert live.refresh().freshness().lost == ()
             x = batch(3)
             expected = trainer.predict(x, fn=score)["score"]
             assert np.allclose(live.predict(x)["score"], expected, rtol=1e-5)
+        trainer.close()
+        rescaled.stop()
+    servers.stop()
 
 
 @pytest.mark.nightly

@@ -14,20 +14,20 @@ from tests.support.live_models import batch, fit, score, trained
 from tests.support.servers import Servers
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
     servers = Servers(ps=2, worker=1)
     yield servers
     servers.stop()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster(servers: Servers) -> Iterator[Cluster]:
     with connect(servers.server("/job:worker/task:0").target, timeout_s=20) as cluster:
         yield cluster
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def trainer(cluster: Cluster) -> Iterator[jg.Trainer]:
     with trained(cluster) as trainer:
         yield trainer
@@ -74,15 +74,19 @@ def test_a_trained_row_is_in_the_next_answer(trainer: jg.Trainer) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_rows_that_were_looked_up_are_known_without_their_ps(
-    trainer: jg.Trainer, servers: Servers
-) -> None:
-    x = batch(6, seed=4)
-    with served(trainer, max_share=1.0) as live:
+def test_rows_that_were_looked_up_are_known_without_their_ps() -> None:
+    servers, x = Servers(ps=2, worker=1), batch(6, seed=4)
+    target = servers.server("/job:worker/task:0").target
+    with (
+        connect(target, timeout_s=20) as cluster,
+        trained(cluster) as trainer,
+        served(trainer, max_share=1.0) as live,
+    ):
         before = live.predict(x)["score"]
         servers.lose("/job:ps/task:1")
         assert live.predict(x)["score"].tolist() == before.tolist()
         assert live.freshness().lost == ("/job:ps/task:1",)
+    servers.stop()
 
 
 def test_a_table_may_be_left_out_and_not_be_used_but_by_its_keys(

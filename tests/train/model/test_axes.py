@@ -67,7 +67,12 @@ def trained(axis_name: str | None, *, linen: bool, **options: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("strategy", "linen"),
-    [(None, False), (None, True), (AsyncPS(), True), (SyncPS(), False)],
+    [
+        pytest.param(None, False, marks=pytest.mark.nightly),
+        (None, True),
+        (AsyncPS(), True),
+        (SyncPS(), False),
+    ],
     ids=repr,
 )
 def test_the_mean_over_a_named_axis_is_that_of_a_batch(

@@ -424,6 +424,7 @@ def test_forward_and_apply_go_through_the_stages_of_a_cut(session: Session) -> N
     assert_same(pipe.apply(params, x), wanted, exact=False)
 
 
+@pytest.mark.nightly  # smaller: the cuts above, tests/client/placement
 @pytest.mark.slow
 @pytest.mark.procs
 def test_a_measured_cluster_of_processes_trains_what_it_cut() -> None:

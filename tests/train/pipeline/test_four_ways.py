@@ -115,8 +115,18 @@ def cluster() -> Iterator[Cluster]:
     "options",
     [
         {},
-        {"schedule": "gpipe"},
-        {"schedule": "interleaved", "tasks": 1, "replicas": 3, "microbatches": 1},
+        *(
+            pytest.param(options, marks=pytest.mark.nightly)
+            for options in (
+                {"schedule": "gpipe"},
+                {
+                    "schedule": "interleaved",
+                    "tasks": 1,
+                    "replicas": 3,
+                    "microbatches": 1,
+                },
+            )
+        ),
     ],
     ids=["2 replicas, 1f1b", "2 replicas, gpipe", "3 replicas, interleaved"],
 )
@@ -137,9 +147,13 @@ def bytes_of(made: Plan) -> Counter[tuple[str, str]]:
     return found
 
 
-def test_each_replica_gets_the_rows_of_its_part_from_the_ps(session: Session) -> None:
-    step = trained_by()
-    made = session.plan(step.train, *next(batches(1)))
+@pytest.fixture(scope="module")
+def made(cluster: Cluster) -> Plan:
+    with cluster.session() as session:
+        return session.plan(trained_by().train, *next(batches(1)))
+
+
+def test_each_replica_gets_the_rows_of_its_part_from_the_ps(made: Plan) -> None:
     assert {made.task_of(f"params/tables/words/part_{n}") for n in (0, 1)} == {
         "/job:ps/task:0",
         "/job:ps/task:1",
@@ -161,9 +175,8 @@ def test_each_replica_gets_the_rows_of_its_part_from_the_ps(session: Session) ->
 
 
 def test_the_devices_of_each_worker_share_the_matrices_of_its_stage(
-    session: Session,
+    made: Plan,
 ) -> None:
-    made = session.plan(trained_by().train, *next(batches(1)))
     digests = {s.digest: s.task for s in made.segments if "@" in s.label}
     spread = [
         jax.export.deserialize(bytearray(code.exported)).nr_devices
@@ -174,6 +187,7 @@ def test_the_devices_of_each_worker_share_the_matrices_of_its_stage(
     assert set(spread) == {2}
 
 
+@pytest.mark.nightly  # smaller: the next one, and test_balance.py
 def test_a_checkpoint_is_restored_by_any_number_of_replicas(
     session: Session, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -204,8 +218,8 @@ def test_a_step_with_other_replicas_goes_on_with_the_same_variables(
 ) -> None:
     params = start()
     opt = TX.init(params)
-    steps = trained_by(), trained_by(tasks=2), trained_by()
-    for step, (x, t) in zip(steps, batches(3), strict=True):
+    steps = trained_by(), trained_by(tasks=2)
+    for step, (x, t) in zip(steps, batches(2), strict=True):
         session.run(step.train, x, t)
         _, params, opt = alone(params, opt, x, t)
     check(steps[1], session, params)

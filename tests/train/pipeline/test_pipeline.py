@@ -63,7 +63,7 @@ def whole_step(
 @pytest.mark.parametrize(
     ("name", "stages", "tasks", "microbatches"),
     [
-        ("gpipe", 4, 4, 4),
+        pytest.param("gpipe", 4, 4, 4, marks=pytest.mark.nightly),
         ("1f1b", 3, 3, 8),
         ("interleaved", 4, 2, 4),
         ("1f1b", 1, 1, 1),

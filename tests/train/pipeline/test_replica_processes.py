@@ -1,6 +1,7 @@
-"""Replicas of a pipeline as processes, of which some are killed."""
+"""Replicas of a pipeline, of which some workers are lost and come back."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import optax
 import pytest
 
 import jgraph as jg
+from jgraph.client.cluster import Cluster, connect
 from jgraph.errors import ClusterError
 from jgraph.launch.local.cluster import LocalCluster
 from jgraph.train.pipeline.step import PipelineStep
 from tests.support.layers import squares
 from tests.support.plans import assert_same
+from tests.support.servers import Servers
 
-pytestmark = [pytest.mark.usefixtures("nothing_is_left"), pytest.mark.procs]
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 ROWS, WIDTH, BATCH = 50, 4, 8
 TX = optax.sgd(0.1, momentum=0.9)
@@ -63,14 +66,40 @@ def make_step() -> PipelineStep:
     return pipe.step(begun["stages"], TX, tables=begun["tables"])
 
 
+class Killed:
+    """A cluster of processes, of which one is killed and started again."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._local = stack.enter_context(LocalCluster(ps=1, workers=4))
+        self.cluster: Cluster = self._local
+        self.lose, self.start_again = self._local.kill, self._local.restart
+
+
+class CutOff:
+    """Servers of this process, of which one is cut off and begins again."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        servers = Servers(ps=1, worker=4)
+        stack.callback(servers.stop)
+        target = servers.server("/job:ps/task:0").target
+        self.cluster = stack.enter_context(connect(target, timeout_s=20))
+        self.lose, self.start_again = servers.lose, servers.start_again
+
+
 @pytest.mark.row(59)
+@pytest.mark.parametrize(
+    "made",
+    [CutOff, pytest.param(Killed, marks=[pytest.mark.nightly, pytest.mark.procs])],
+)
 def test_a_killed_worker_ends_the_step_and_the_session_goes_on_when_it_is_back(
-    tmp_path: Path,
+    tmp_path: Path, made: type[Killed | CutOff]
 ) -> None:
     """Of the second replica nothing is lost; of the first one a checkpoint has it."""
     step, params, stream = make_step(), start(), batches()
     opt = TX.init(params)
-    with LocalCluster(ps=1, workers=4) as cluster:
+    with ExitStack() as stack:
+        there = made(stack)
+        cluster = there.cluster
         session = cluster.session()
 
         def train(steps: int) -> None:
@@ -85,11 +114,11 @@ def test_a_killed_worker_ends_the_step_and_the_session_goes_on_when_it_is_back(
         path = step.save(session, tmp_path / "two")
         for number, lost in enumerate(("/job:worker/task:3", "/job:worker/task:1")):
             x, t = next(batches())
-            cluster.kill(lost)
+            there.lose(lost)
             with pytest.raises(ClusterError, match=lost) as raised:
                 session.run(step.train, x, t, timeout_s=SOON_S)
             assert raised.value.code in {"JG-101", "JG-132"}
-            cluster.restart(lost)
+            there.start_again(lost)
             assert cluster.wait_for_tasks(SOON_S)
             if number:
                 step.restore(session, path)

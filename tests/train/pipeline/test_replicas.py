@@ -120,7 +120,10 @@ def in_order(pipe: jg.Pipeline, params: Any, x: Any, t: Any) -> tuple[Any, Any]:
     return (losses[0] if len(losses) == 1 else jnp.stack(losses).mean()), grads
 
 
-@pytest.mark.parametrize(("name", "replicas"), [("gpipe", 2), ("1f1b", 3)])
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    [pytest.param("gpipe", 2, marks=pytest.mark.nightly), ("1f1b", 3)],
+)
 def test_sums_in_the_same_order_are_the_same_bit_for_bit(
     name: Any, replicas: int
 ) -> None:
@@ -269,6 +272,7 @@ def test_replicas_of_nnx_stages() -> None:
     )
 
 
+@pytest.mark.nightly  # smaller: tests/train/test_any_batch.py
 def test_one_plan_is_for_batches_of_all_sizes_that_can_be_cut() -> None:
     params = params_of(2)
     pipe = jg.Pipeline([layer] * 2, squares, microbatches=2, replicas=2)

@@ -82,7 +82,7 @@ def check(step: PipelineStep, session: Session, params: Any) -> None:
     assert_same(step.tables(session), wanted["tables"], exact=False)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_training_is_that_of_one_process(session: Session, shards: int) -> None:
     step = pipeline(shards=shards)
     params, opt = begun()

@@ -137,6 +137,7 @@ def test_updates_that_are_made_again_after_a_loss_count_again(
         assert spent(tmp_path) >= run.steps + again
 
 
+@pytest.mark.nightly  # smaller: the one before, test_accounting.py
 def test_a_run_that_goes_back_ends_before_its_target_is_passed(
     servers: Servers, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -158,7 +159,7 @@ def test_a_run_that_goes_back_ends_before_its_target_is_passed(
 
 @pytest.mark.parametrize(
     "loses",
-    [pytest.param(False, marks=pytest.mark.nightly), True],
+    [False, pytest.param(True, marks=pytest.mark.nightly)],
     ids=["alone", "with a ps"],
 )
 def test_the_master_keeps_the_account_of_a_run_whose_client_is_gone(

@@ -144,6 +144,7 @@ def test_a_target_ends_a_run_before_it_is_passed() -> None:
     assert there.run is run
 
 
+@pytest.mark.nightly  # smaller: test_accounting.py
 def test_a_checkpoint_goes_on_with_what_was_spent(tmp_path: Path) -> None:
     first = trainer(jg.Local(privacy=privacy(1.0)))
     keep = jg.Checkpoints(tmp_path / "run", every=3)
@@ -221,7 +222,8 @@ def accuracy(model: Any, batch: Any) -> Any:
     return jnp.mean(model(x).argmax(-1) == y)
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # smaller: the loops by hand above, and test_accounting.py
+@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.slow
 def test_digits_are_learned_for_an_epsilon_of_eight(workers: int) -> None:
     from sklearn.datasets import load_digits

@@ -119,10 +119,7 @@ def data_of(kind: str) -> Any:
 
 OFTEN = {
     (AsyncPS, "rows", "replica"),
-    (AsyncPS, "rows", "log"),
-    (AsyncPS, "deep", "replica"),
     (SyncPS, "deep", "log"),
-    (SyncPS, "dense", "replica"),
 }
 
 

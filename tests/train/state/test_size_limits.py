@@ -61,7 +61,9 @@ def adapters() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("linen", marks=pytest.mark.nightly), "nnx"]
+)
 def test_large_values_are_made_on_their_task_and_are_the_same(kind: str) -> None:
     adapter, tx = adapters()[kind], optax.adagrad(0.1)
     home = Arrangement(place=lambda sizes: dict.fromkeys(sizes, PS))

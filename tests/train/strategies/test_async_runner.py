@@ -133,9 +133,9 @@ def test_a_run_on_a_cluster_saves_while_it_trains(
 ) -> None:
     there, here = trainer(cluster=two_workers), trainer()
     where = Checkpoints(tmp_path, every=10, keep=100)
-    there.fit(data(), steps=200, batch_size=8, progress=False, checkpoint=where)
+    there.fit(data(), steps=60, batch_size=8, progress=False, checkpoint=where)
     steps = steps_in(tmp_path)
-    assert steps[-1] == 200
+    assert steps[-1] == 60
     for step in steps:
         values = dict(
             zip(

@@ -45,18 +45,19 @@ def test_each_batch_counts_once_in_a_hash_table_that_moves(
     there = trainer(cluster, strategy(elastic=ELASTIC))
     run = begun(cluster, there, DATA, BATCH)
     rescaled = Rescaled(cluster, run)
-    for ps in (3, 2):
+    for ps in (2, 1):
         rescaled.to(ps)
         assert {e.task for e in run.events()} == set(cluster.tasks("ps"))
     rescaled.end()
     moved = [rescale for rescale in run.rescales() if not rescale.why]
-    assert moved[-1].ps == 2
+    assert moved[-1].ps == 1
     assert all(rescale.nbytes > 0 for rescale in moved)
     check_counts(there, run, together=strategy is jg.SyncPS)
     there.close()
     rescaled.stop()
 
 
+@pytest.mark.nightly  # smaller: test_elastic_ps.py, test_sync_hash.py
 def test_checkpoints_of_a_hash_table_are_the_same_whatever_ps_there_are(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -64,7 +64,12 @@ def trained_on(cluster: Cluster, strategy: jg.SyncPS | jg.LocalSGD, tx: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("made", "backups"), [(jg.SyncPS, 0), (jg.SyncPS, 1), (jg.LocalSGD, 0)]
+    ("made", "backups"),
+    [
+        (jg.SyncPS, 0),
+        pytest.param(jg.SyncPS, 1, marks=pytest.mark.nightly),
+        (jg.LocalSGD, 0),
+    ],
 )
 def test_each_update_is_that_of_plain_jax_on_the_same_examples(
     cluster: Cluster, made: type[jg.SyncPS | jg.LocalSGD], backups: int

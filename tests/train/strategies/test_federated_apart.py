@@ -160,7 +160,11 @@ def ages_of(run: Any) -> dict[int, int]:
     return counts
 
 
-@pytest.mark.parametrize("outer", [None, NESTEROV], ids=["mean", "nesterov"])
+@pytest.mark.parametrize(
+    "outer",
+    [pytest.param(None, marks=pytest.mark.nightly), NESTEROV],
+    ids=["mean", "nesterov"],
+)
 def test_one_client_is_training_alone(tmp_path: Path, outer: Any) -> None:
     """Each round is another order of its examples, as in rounds of several."""
     x, y = (part[:10] for part in data())
@@ -219,7 +223,11 @@ def test_no_contribution_is_older_than_the_bound(
 
 
 @pytest.mark.bad_input_row(33)
-@pytest.mark.parametrize("options", [{}, {"gradient_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"gradient_dtype": "int8"}, marks=pytest.mark.nightly)],
+    ids=str,
+)
 def test_what_is_not_finite_changes_nothing_and_its_client_is_named(
     cluster: Cluster, source: Source, tmp_path: Path, options: Any
 ) -> None:

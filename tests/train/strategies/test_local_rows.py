@@ -107,6 +107,7 @@ def test_rows_of_a_round_become_what_they_would_in_a_whole_table(
     there.close()
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("inner_state", ["keep", "reset"])
 @pytest.mark.parametrize("name", ["adam", "adagrad"])
 def test_a_worker_keeps_state_for_the_rows_that_it_touched(

@@ -77,7 +77,11 @@ def test_killed_worker_is_back_in_the_same_run(
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "strategy",
+    [AsyncPS(), pytest.param(SyncPS(), marks=pytest.mark.nightly)],
+    ids=["async", "sync"],
+)
 def test_a_worker_that_is_killed_as_a_run_begins_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, strategy: Strategy
 ) -> None:
@@ -100,7 +104,11 @@ def test_a_worker_that_is_killed_as_a_run_begins_is_waited_for(
 
 
 @pytest.mark.row(9)
-@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(AsyncPS(), marks=pytest.mark.nightly), SyncPS()],
+    ids=["async", "sync"],
+)
 def test_a_run_whose_workers_all_stay_away_ends_and_says_so(
     caplog: pytest.LogCaptureFixture,
     strategy: Strategy,

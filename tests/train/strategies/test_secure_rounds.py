@@ -67,7 +67,9 @@ def trained(cluster: Cluster, source: Source, **options: Any) -> tuple[Any, list
     return run, [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
-@pytest.mark.parametrize("weight", ["examples", "equal"])
+@pytest.mark.parametrize(
+    "weight", ["examples", pytest.param("equal", marks=pytest.mark.nightly)]
+)
 def test_a_round_of_secure_sums_is_that_of_plain_ones(
     cluster: Cluster, source: Source, weight: Any
 ) -> None:

@@ -103,8 +103,8 @@ def contributed(program: Program, task: str = "") -> set[str]:
     "tx",
     [
         optax.sgd(0.1),
-        optax.sgd(0.1, momentum=0.9),
-        optax.adam(1e-2),
+        pytest.param(optax.sgd(0.1, momentum=0.9), marks=pytest.mark.nightly),
+        pytest.param(optax.adam(1e-2), marks=pytest.mark.nightly),
         CLIP_ADAM,
     ],
     ids=["sgd", "momentum", "adam", "clip + adam"],
@@ -143,25 +143,18 @@ def test_shards_are_contributed_to_and_updated_one_by_one(
     there.close()
 
 
-def test_same_run_twice_gives_the_same_bits(cluster: Cluster) -> None:
+def test_the_same_run_has_the_same_bits_and_so_it_has_if_workers_read_in_turn(
+    cluster: Cluster,
+) -> None:
     runs = []
-    for _ in range(2):
-        there = trainer(cluster, model=NnxNorm)
-        runs.append(fit(there, 8).metrics("loss")["value"].tolist())
-        there.close()
-    assert runs[0] == runs[1]
-
-
-def test_workers_that_read_in_turn_train_to_the_same_bits(cluster: Cluster) -> None:
-    runs = []
-    for readers in (None, 1):
+    for readers in (None, None, 1):
         strategy = SyncPS(max_readers=readers, step_timeout_s=20)
         there = trainer(cluster, model=NnxNorm, strategy=strategy)
         runs.append(fit(there, 8).metrics("loss")["value"].tolist())
         noted = "max_readers: at most 1 worker at a time" in str(there.plan())
         assert noted == (readers == 1)
         there.close()
-    assert runs[0] == runs[1]
+    assert runs[0] == runs[1] == runs[2]
 
 
 class Many(nnx.Module):
@@ -344,7 +337,7 @@ def test_more_workers_than_there_are_is_refused(
         fit(trainer(cluster, strategy=SyncPS(**options)), 1)
 
 
-@pytest.mark.parametrize("readers", [None, 1])
+@pytest.mark.parametrize("readers", [None, pytest.param(1, marks=pytest.mark.nightly)])
 def test_worker_that_leaves_does_not_stop_the_run(readers: int | None) -> None:
     servers = Servers(ps=2, worker=3)
     lost = "/job:worker/task:2"

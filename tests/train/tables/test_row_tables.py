@@ -217,10 +217,13 @@ def test_rows_are_trained_by_default_as_plain_optax_would() -> None:
     assert "sparse='lazy' would update 1.5 KiB" in graph.notes[0]
 
 
-def test_a_large_update_of_all_rows_is_told_of_once() -> None:
-    adapter = of_table(two_lookups, 1_500_000)
+def test_a_large_update_of_all_rows_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jgraph.train.tables.row_step._LARGE_UPDATE_BYTES", 1 << 21)
+    adapter = of_table(two_lookups, 50_000)
     step = TrainStep(adapter, optax.adam(0.1))
-    told = "params/t: each step updates all 1,500,000 rows .68.7 MiB., not only the 32"
+    told = "params/t: each step updates all 50,000 rows .2.3 MiB., not only the 32"
     with pytest.warns(UserWarning, match=told):
         step.graph(batch)
     with warnings.catch_warnings():

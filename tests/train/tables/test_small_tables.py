@@ -148,6 +148,7 @@ def test_rows_travel_where_all_of_a_table_would_be_another_thing(
 # ----------------------------------------------------------------------------- numbers
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
 @pytest.mark.parametrize("kind", [jg.AsyncPS, jg.SyncPS])
 def test_numbers_are_those_of_rows(
