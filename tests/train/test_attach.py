@@ -130,7 +130,11 @@ def test_trainer_that_is_attached_trains_nothing_beside_the_run_and_leaves_it(
     there.close()
 
 
-@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "strategy",
+    [AsyncPS(), pytest.param(SyncPS(), marks=pytest.mark.nightly)],
+    ids=["async", "sync"],
+)
 def test_detached_run_that_a_batch_ends_tells_all_that_was_applied(
     cluster: Cluster, strategy: Strategy
 ) -> None:
@@ -382,7 +386,9 @@ def test_what_a_master_cannot_save_is_refused(cluster: Cluster, tmp_path: Path) 
         )
 
 
-@pytest.mark.parametrize("durability", ["replica", "log"])
+@pytest.mark.parametrize(
+    "durability", ["log", pytest.param("replica", marks=pytest.mark.nightly)]
+)
 def test_what_is_kept_of_a_run_goes_with_it_whoever_trains_next(
     durability: Durability, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,7 +90,11 @@ def test_an_asynchronous_checkpoint_is_ahead_of_its_data_by_two_steps_per_worker
         check_moment(cut, 2 + prefetch)
 
 
-@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(AsyncPS(), marks=pytest.mark.nightly), SyncPS()],
+    ids=["async", "sync"],
+)
 def test_what_was_evaluated_and_is_kept_is_of_one_moment_as_a_checkpoint_is(
     cluster: Cluster, tmp_path: Path, strategy: AsyncPS | SyncPS
 ) -> None:

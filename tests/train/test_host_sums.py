@@ -70,11 +70,20 @@ def assert_close(one: Any, other: Any) -> None:
 
 
 def test_one_sum_of_each_host_leaves_it_in_place_of_each_gradient(
-    cluster: Cluster,
+    cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Parameters come to each worker as before: of two hosts, half of them."""
-    there = trainer(cluster, SyncPS(dense="workers"))
-    fit(there)
+    """Parameters come to each worker as before: of two hosts, half of them.
+
+    A sum is in the order of batches, and not in that in which they came: the same
+    updates have the same bits again.
+    """
+    there, found = trainer(cluster, SyncPS(dense="workers")), list[Any]()
+
+    def train() -> None:
+        losses = fit(there).metrics("loss")["value"]
+        found.append([losses, *jax.tree.leaves(there.current_values())])
+
+    saved = fit(there).save(tmp_path / "saved")
     before = bytes_between_hosts(cluster)
     fit(there)
     sent = (bytes_between_hosts(cluster) - before) / STEPS
@@ -84,6 +93,11 @@ def test_one_sum_of_each_host_leaves_it_in_place_of_each_gradient(
     text = str(there.plan())
     assert "gradients of 4 workers are summed on each of 2 hosts before they" in text
     assert "1.0 MiB a step, in place of what each of them would send" in text
+    for _ in range(2):
+        there.restore(saved)
+        train()
+    for mine, its in zip(*found, strict=True):
+        np.testing.assert_array_equal(mine, its)
     there.close()
 
 
@@ -120,13 +134,6 @@ def test_state_of_the_model_travels_as_before(cluster: Cluster) -> None:
     )
 
 
-def test_the_same_run_has_the_same_bits(cluster: Cluster) -> None:
-    """A sum is in the order of batches, and not in that in which they came."""
-    one, other = (trained(cluster, SyncPS(dense="workers")) for _ in range(2))
-    for mine, its in zip(one, other, strict=True):
-        np.testing.assert_array_equal(mine, its)
-
-
 @pytest.mark.nightly  # smaller: tests/simulation/test_sync.py
 def test_late_contributions_are_in_no_sum(cluster: Cluster) -> None:
     """One of the second host is late, so its host sends what the other one gave."""
@@ -144,6 +151,7 @@ def test_late_contributions_are_in_no_sum(cluster: Cluster) -> None:
     there.close()
 
 
+@pytest.mark.nightly  # smaller: the next one
 def test_fewer_bits_travel_as_they_are_where_a_sum_would_have_more(
     cluster: Cluster,
 ) -> None:
@@ -151,6 +159,9 @@ def test_fewer_bits_travel_as_they_are_where_a_sum_would_have_more(
     there = trainer(cluster, strategy)
     assert "before they leave it" not in str(there.plan(data(), BATCH))
     there.close()
+
+
+def test_a_sum_has_to_take_the_place_of_more_bits_than_it_has() -> None:
     assert [least_on_host(dtype) for dtype in (None, "bfloat16", "int8")] == [2, 3, 5]
 
 

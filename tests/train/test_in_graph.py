@@ -33,7 +33,12 @@ from tests.support.plans import assert_same
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages"), [("1f1b", 2), ("gpipe", 2), ("interleaved", 4)]
+    ("schedule", "stages"),
+    [
+        ("1f1b", 2),
+        pytest.param("gpipe", 2, marks=pytest.mark.nightly),
+        ("interleaved", 4),
+    ],
 )
 def test_training_a_pipeline_is_training_the_model_in_one_piece(
     session: Session, schedule: Any, stages: int

@@ -238,9 +238,15 @@ def test_run_whose_newest_checkpoint_is_damaged_takes_the_one_before(
 
 
 @pytest.mark.procs
-@pytest.mark.combined
-@pytest.mark.parametrize("stops", ["before", "after", "while it waits"])
-@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "stops",
+    ["before", pytest.param("after", marks=pytest.mark.nightly), "while it waits"],
+)
+@pytest.mark.parametrize(
+    "strategy",
+    [AsyncPS(), pytest.param(SyncPS(), marks=pytest.mark.nightly)],
+    ids=["async", "sync"],
+)
 def test_run_that_was_to_end_as_it_lost_a_ps_ends_with_what_it_goes_back_to(
     cluster: LocalCluster,
     tmp_path: Path,
@@ -308,7 +314,9 @@ def test_run_without_a_checkpoint_ends_and_says_so(
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("kind", [ConfigError, InternalError])
+@pytest.mark.parametrize(
+    "kind", [ConfigError, pytest.param(InternalError, marks=pytest.mark.nightly)]
+)
 def test_error_that_is_no_loss_ends_a_run_that_has_checkpoints(
     cluster: LocalCluster, tmp_path: Path, kind: type[JGError]
 ) -> None:

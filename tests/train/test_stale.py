@@ -43,7 +43,7 @@ def test_step_that_was_let_in_and_never_came_is_refused_when_it_does() -> None:
 
 
 @pytest.mark.bad_input_row(14)
-@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("prefetch", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_refused_step_is_computed_anew_and_every_batch_counts_once(
     prefetch: int,
 ) -> None:

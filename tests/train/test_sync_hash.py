@@ -121,6 +121,7 @@ def test_keys_of_all_workers_together_are_updated_once(
     there.close()
 
 
+@pytest.mark.nightly  # smaller: tests/train/test_sync_rows.py
 def test_rows_of_a_frozen_table_count_for_a_norm_only(cluster: Cluster) -> None:
     frozen = {"table": optax.set_to_zero(), "last": optax.sgd(0.1)}
     rest = optax.multi_transform(frozen, {"table": "table", "last": "last"})
@@ -177,6 +178,7 @@ def test_rows_for_which_there_was_no_room_are_not_updated_and_counted() -> None:
         assert event.refused == event.dropped == keys.size - 20
 
 
+@pytest.mark.nightly  # smaller: tests/train/test_sync_rows.py
 def test_late_rows_of_a_slow_worker_are_dropped(cluster: Cluster) -> None:
     there = trainer(cluster, optax.adagrad(0.1), backup_workers=1)
     fit(there, 1)

@@ -51,7 +51,9 @@ def assert_same(trainer: Trainer, wanted: dict[str, Any]) -> None:
         (optax.sgd(0.1), "auto", None),
         pytest.param(optax.adagrad(0.1), "auto", "mod", marks=pytest.mark.nightly),
         (optax.chain(optax.clip_by_global_norm(0.01), optax.adam(0.01)), "lazy", "div"),
-        (optax.sgd(0.1, momentum=0.9), "exact", "div"),
+        pytest.param(
+            optax.sgd(0.1, momentum=0.9), "exact", "div", marks=pytest.mark.nightly
+        ),
         pytest.param(optax.lamb(0.01), "lazy", "mod", marks=pytest.mark.nightly),
     ],
     ids=["sgd", "adagrad", "clip + lazy adam", "exact momentum", "lazy lamb"],

@@ -162,7 +162,9 @@ def test_linen_collections_come_back_from_the_loss() -> None:
     assert run.metric_names == ["accuracy", "loss"]
 
 
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize(
+    "kind", ["nnx", pytest.param("linen", marks=pytest.mark.nightly)]
+)
 def test_dropout_differs_between_steps_and_repeats_with_the_seed(kind: str) -> None:
     def trainer(seed: int) -> Trainer:
         if kind == "nnx":

@@ -76,8 +76,8 @@ def test_ps_write_and_read_and_nothing_but_scalars_passes_through_the_client(
     [
         (cut("div"), cut("mod")),
         (cut("mod"), None),
-        (jg.SyncPS(), cut("div", 3)),
-        (cut("mod", 3), jg.SyncPS()),
+        pytest.param(jg.SyncPS(), cut("div", 3), marks=pytest.mark.nightly),
+        pytest.param(cut("mod", 3), jg.SyncPS(), marks=pytest.mark.nightly),
     ],
 )
 def test_a_checkpoint_of_some_shards_restores_into_others_and_by_orbax_alone(

@@ -119,7 +119,7 @@ def table_loss(model: Any, batch: Any) -> Any:
     return cross_entropy(model(batch), batch["y"])
 
 
-@pytest.mark.parametrize("shards", [0, 2])
+@pytest.mark.parametrize("shards", [pytest.param(0, marks=pytest.mark.nightly), 2])
 def test_tables_are_looked_up_by_rows_and_not_copied(
     cluster: Cluster, shards: int
 ) -> None:

@@ -189,6 +189,7 @@ def test_a_model_of_this_process_has_no_parameter_servers(tmp_path: Path) -> Non
         jg.export(lambda x: x, x["place"], tmp_path / "m", rows="ps")
 
 
+@pytest.mark.nightly  # smaller: tests/train/live/test_live.py
 def test_a_lost_ps_is_told_for_rows_that_nobody_asked_for(tmp_path: Path) -> None:
     servers = Servers(ps=2, worker=1)
     target = servers.server("/job:worker/task:0").target

@@ -70,7 +70,7 @@ def trained(axis_name: str | None, *, linen: bool, **options: Any) -> Any:
     [
         pytest.param(None, False, marks=pytest.mark.nightly),
         (None, True),
-        (AsyncPS(), True),
+        pytest.param(AsyncPS(), True, marks=pytest.mark.nightly),
         (SyncPS(), False),
     ],
     ids=repr,

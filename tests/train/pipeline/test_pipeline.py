@@ -64,7 +64,7 @@ def whole_step(
     ("name", "stages", "tasks", "microbatches"),
     [
         pytest.param("gpipe", 4, 4, 4, marks=pytest.mark.nightly),
-        ("1f1b", 3, 3, 8),
+        pytest.param("1f1b", 3, 3, 8, marks=pytest.mark.nightly),
         ("interleaved", 4, 2, 4),
         ("1f1b", 1, 1, 1),
     ],

@@ -200,6 +200,7 @@ def test_rounds_of_clients_are_cut_and_summed(cluster: Cluster) -> None:
         assert 0.5 * CLIP < norm <= 2 * CLIP * 1.001
 
 
+@pytest.mark.nightly  # smaller: tests/train/privacy/test_accounting.py
 def test_epsilon_of_clients_is_that_of_noise_alone(cluster: Cluster) -> None:
     strategy = jg.LocalSGD(sync_every=2, privacy=privacy(4.0, unit="client"))
     with trainer(strategy, cluster) as there:

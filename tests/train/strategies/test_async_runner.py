@@ -74,7 +74,9 @@ def assert_close(a: Any, b: Any) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 1e-6), a, b)
 
 
-@pytest.mark.parametrize("model", [NnxMLP, NnxNorm])
+@pytest.mark.parametrize(
+    "model", [pytest.param(NnxMLP, marks=pytest.mark.nightly), NnxNorm]
+)
 def test_one_worker_trains_as_if_there_were_no_cluster(
     one_worker: Cluster, model: Any
 ) -> None:
@@ -324,7 +326,7 @@ def test_model_stays_when_the_cluster_is_closed() -> None:
 
 
 @pytest.mark.row(11)
-@pytest.mark.parametrize("bound", [0, 1, None])
+@pytest.mark.parametrize("bound", [0, pytest.param(1, marks=pytest.mark.nightly), None])
 def test_no_gradient_is_older_than_the_bound(
     two_by_two: Cluster, bound: int | None
 ) -> None:

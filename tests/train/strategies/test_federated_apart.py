@@ -282,13 +282,13 @@ def test_a_checkpoint_goes_on_with_the_next_round(
     tx, strategy = optax.sgd(0.1), Federated(outer=NESTEROV, max_staleness=0)
     there = trainer(cluster, strategy, tx)
     hand = ByHand(tx, NESTEROV)
-    replayed(one_by_one(there, source, 4), hand, epochs=1)
+    replayed(one_by_one(there, source, 2), hand, epochs=1)
     saved = there.save(tmp_path / "saved")
     there.close()
     again = trainer(cluster, strategy, tx)
     again.restore(saved)
-    rounds = one_by_one(again, source, 3)
-    assert [r.number for r in rounds] == [5, 6, 7]
+    rounds = one_by_one(again, source, 2)
+    assert [r.number for r in rounds] == [3, 4]
     assert_close(parameters(again.model()), replayed(rounds, hand, epochs=1))
     again.close()
 

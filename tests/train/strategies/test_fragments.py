@@ -304,6 +304,7 @@ def test_workers_join_and_leave_between_two_fragments() -> None:
             server.stop(0.0)
 
 
+@pytest.mark.nightly  # smaller: the same without fragments, test_local_sgd.py
 def test_a_fit_goes_on_where_the_one_before_was_in_the_round(
     cluster: Cluster, tmp_path: Path
 ) -> None:

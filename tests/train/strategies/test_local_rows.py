@@ -138,27 +138,33 @@ def test_rows_of_paced_and_of_asynchronous_rounds_travel_alike() -> None:
         assert np.abs(found[0]["table"] - found[1]["table"]).max() > 1e-3
 
 
+WHOLE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "changes rows without a gradient too": (optax.adam(1e-2), {"sparse": "exact"}),
+    "is of the state of all its rows": (optax.adam(1e-2), {"inner_state": "average"}),
+    # These are of steps as well: tests/train/tables/test_row_tables.py has them by day.
+    "makes of each row what hangs on all": (optax.lamb(0.01), {}),
+    "keeps gradients for later steps": (optax.MultiSteps(optax.sgd(0.1), 2), {}),
+    "has no row for each": (optax.adafactor(0.1, min_dim_size_to_factor=4), {}),
+}
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        pytest.param(why, marks=() if options else pytest.mark.nightly)
+        for why, (_, options) in WHOLE.items()
+    ],
+)
 def test_what_hangs_on_all_rows_of_a_table_lets_it_travel_whole(
-    cluster: Cluster,
+    cluster: Cluster, why: str
 ) -> None:
     """And where a user wants the numbers of whole tables."""
-    adam = optax.adam(1e-2)
-    cases: list[tuple[Any, dict[str, Any], str]] = [
-        (optax.lamb(0.01), {}, "makes of each row what hangs on all"),
-        (optax.MultiSteps(optax.sgd(0.1), 2), {}, "keeps gradients for later steps"),
-        (adam, {"sparse": "exact"}, "changes rows without a gradient too"),
-        (optax.adafactor(0.1, min_dim_size_to_factor=4), {}, "has no row for each"),
-        (adam, {"inner_state": "average"}, "is of the state of all its rows"),
-    ]
-    for tx, options, why in cases:
-        there = trainer(cluster, tx, **options)
-        notes = there.plan(data, BATCH).graph.notes
-        assert notes[0].startswith(f"{TABLE} travels whole: "), notes
-        assert why in notes[0]
-        there.close()
-    there = trainer(cluster, adam, sparse="exact")
-    run = fit(there, 2)
-    assert run.steps == 2
+    tx, options = WHOLE[why]
+    there = trainer(cluster, tx, **options)
+    notes = there.plan(data, BATCH).graph.notes
+    assert notes[0].startswith(f"{TABLE} travels whole: "), notes
+    assert why in notes[0]
+    assert fit(there, 2).steps == 2
     there.close()
 
 
@@ -205,24 +211,26 @@ def test_bytes_are_those_of_the_rows_that_a_round_touches() -> None:
     """By the counters of the ps, in both directions, whatever the table has."""
     with connected(ps=1, worker=1) as cluster:
 
-        def of_rounds(touched: int, rows: int) -> float:
-            """Bytes of a round of as many rows, in a table of as many."""
-            ids = (np.arange(64 * 32) % touched).reshape(64, 32).astype(np.int32)
+        def of_rounds(rows: int, *touched: int) -> Iterator[float]:
+            """Bytes of a round of as many rows each, in a table of as many."""
             there = trainer(cluster, optax.sgd(0.1), rows=rows)
-            given, seen = {**data, "ids": ids}, []
-            for steps in (10, 10, 30):
-                there.fit(given, steps=steps, batch_size=16, progress=False)
-                seen.append(ps_bytes(cluster))
+            for count in touched:
+                ids = (np.arange(64 * 32) % count).reshape(64, 32).astype(np.int32)
+                given, seen = {**data, "ids": ids}, []
+                for steps in (10, 10, 30):
+                    there.fit(given, steps=steps, batch_size=16, progress=False)
+                    seen.append(ps_bytes(cluster))
+                yield (seen[2] - 2 * seen[1] + seen[0]) / 20
             there.close()
-            return (seen[2] - 2 * seen[1] + seen[0]) / 20
 
-        few, many = of_rounds(32, 50_000), of_rounds(64 * 32, 50_000)
+        few, many = of_rounds(50_000, 32, 64 * 32)
         touched = 3 * 16 * 32  # of steps whose ids are all others
         # A row goes there and back, and its number both ways.
         a_row = 2 * (4 * DIM + 4)
         assert 0.9 < (many - few) / ((touched - 32) * a_row) < 1.1
         assert few < many / 8
-        assert of_rounds(32, 3_000) == pytest.approx(few, rel=0.5)  # of 16 times fewer
+        (small,) = of_rounds(3_000, 32)
+        assert small == pytest.approx(few, rel=0.5)  # of 16 times fewer
 
 
 class Keyed(nnx.Module):

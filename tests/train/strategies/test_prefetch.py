@@ -82,7 +82,7 @@ def test_a_run_that_is_stopped_loses_no_update_and_makes_none_twice(
     there.close()
 
 
-@pytest.mark.parametrize("bound", [1, 2])
+@pytest.mark.parametrize("bound", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_no_gradient_that_was_read_ahead_is_older_than_the_bound(
     two_by_two: Cluster, bound: int
 ) -> None:
@@ -184,7 +184,9 @@ def test_step_that_is_not_finite_ends_the_run_and_is_not_applied(
     there.close()
 
 
-@pytest.mark.parametrize("sparse", ["lazy", "exact"])
+@pytest.mark.parametrize(
+    "sparse", ["lazy", pytest.param("exact", marks=pytest.mark.nightly)]
+)
 def test_a_batch_that_is_refused_ends_a_run_of_which_a_step_ahead_waits_for_data(
     two_by_two: Cluster, sparse: Any
 ) -> None:

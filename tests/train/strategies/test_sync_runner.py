@@ -121,7 +121,9 @@ def test_workers_together_do_what_one_process_does_on_all_their_batches(
     there.close()
 
 
-@pytest.mark.parametrize("kind", ["div", "mod"])
+@pytest.mark.parametrize(
+    "kind", ["div", pytest.param("mod", marks=pytest.mark.nightly)]
+)
 def test_shards_are_contributed_to_and_updated_one_by_one(
     cluster: Cluster, kind: str
 ) -> None:
