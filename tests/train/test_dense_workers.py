@@ -167,8 +167,8 @@ def test_a_norm_of_all_gradients_crosses_the_workers(
     there.close()
 
 
-def test_each_worker_has_its_part_of_the_parameters_and_of_their_state(
-    cluster: Cluster,
+def test_each_worker_has_its_part_of_what_a_checkpoint_has_whole(
+    cluster: Cluster, tmp_path: Path
 ) -> None:
     there = trainer(cluster, "workers")
     planned = there.plan(data(), BATCH)
@@ -183,7 +183,21 @@ def test_each_worker_has_its_part_of_the_parameters_and_of_their_state(
     nbytes = sum(v.spec.aval.size * 4 for v in step.variables if "params" in v.name)
     assert planned.nbytes_per_step < 1.2 * nbytes
     assert f"in {WORKERS} parts" in str(planned)
-    there.close()
+    # A checkpoint of workers is one of ps.
+    fit(there).save(tmp_path / "saved")
+    values = there.current_values()
+    again = trainer(cluster, "ps")
+    again.restore(tmp_path / "saved")
+    assert_same_bits(again.current_values(), values)
+    back = trainer(cluster, "workers")
+    back.plan(data(), BATCH)  # shows which parameters are tables
+    back.restore(tmp_path / "saved")
+    assert_same_bits(
+        [fit(back, steps=3).metrics("loss")["value"]],
+        [fit(again, steps=3).metrics("loss")["value"]],
+    )
+    for each in (there, again, back):
+        each.close()
 
 
 def test_a_table_stays_on_the_ps_in_the_same_step(cluster: Cluster) -> None:
@@ -245,24 +259,6 @@ def test_a_late_contribution_is_dropped_by_owners_too(without_ps: Cluster) -> No
         f"/job:worker/task:{n}" for n in range(WORKERS)
     }
     there.close()
-
-
-def test_a_checkpoint_of_workers_is_one_of_ps(cluster: Cluster, tmp_path: Path) -> None:
-    there = trainer(cluster, "workers")
-    fit(there).save(tmp_path / "saved")
-    values = there.current_values()
-    again = trainer(cluster, "ps")
-    again.restore(tmp_path / "saved")
-    assert_same_bits(again.current_values(), values)
-    back = trainer(cluster, "workers")
-    back.plan(data(), BATCH)  # shows which parameters are tables
-    back.restore(tmp_path / "saved")
-    assert_same_bits(
-        [fit(back, steps=3).metrics("loss")["value"]],
-        [fit(again, steps=3).metrics("loss")["value"]],
-    )
-    for each in (there, again, back):
-        each.close()
 
 
 def model_of(cluster: Cluster, fast: str) -> CostModel:

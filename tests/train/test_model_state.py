@@ -133,7 +133,10 @@ def averaged(decay: float) -> optax.GradientTransformation:
     "make",
     [
         lambda: optax.chain(optax.adam(0.1), averaged(0.9)),
-        lambda: optax.chain(optax.adam(0.1), optax.ema(0.9)),
+        pytest.param(
+            lambda: optax.chain(optax.adam(0.1), optax.ema(0.9)),
+            marks=pytest.mark.nightly,
+        ),
         lambda: optax.MultiSteps(optax.adam(0.1), every_k_schedule=2),
     ],
     ids=["params_ema", "ema", "MultiSteps"],

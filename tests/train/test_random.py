@@ -51,7 +51,11 @@ def trained(loss: Any, model: Any = None, **options: Any) -> Any:
     return values
 
 
-@pytest.mark.parametrize("strategy", [None, AsyncPS(), SyncPS()], ids=repr)
+@pytest.mark.parametrize(
+    "strategy",
+    [None, AsyncPS(), pytest.param(SyncPS(), marks=pytest.mark.nightly)],
+    ids=repr,
+)
 def test_an_nnx_loss_is_given_other_random_numbers_in_each_step(
     strategy: Strategy | None, request: pytest.FixtureRequest
 ) -> None:

@@ -60,7 +60,11 @@ def run_of(cluster: Cluster, strategy: Strategy, loss: Any, **options: Any) -> R
         there.close()
 
 
-@pytest.mark.parametrize("strategy", [Local(), AsyncPS(), SyncPS()], ids=repr)
+@pytest.mark.parametrize(
+    "strategy",
+    [Local(), AsyncPS(), pytest.param(SyncPS(), marks=pytest.mark.nightly)],
+    ids=repr,
+)
 def test_every_number_that_a_loss_returns_beside_its_value_is_a_metric(
     cluster: Cluster, strategy: Strategy
 ) -> None:
@@ -119,7 +123,11 @@ def test_pieces_give_the_exact_mean_of_any_whole_numbers(
     assert (found == values.sum(axis=0) / workers).all()
 
 
-@pytest.mark.parametrize("strategy", [Local(), AsyncPS(), SyncPS()], ids=repr)
+@pytest.mark.parametrize(
+    "strategy",
+    [Local(), SyncPS(), pytest.param(AsyncPS(), marks=pytest.mark.nightly)],
+    ids=repr,
+)
 def test_loss_and_metrics_in_bfloat16_are_evaluated_and_drawn(
     cluster: Cluster, strategy: Strategy, tmp_path: Path
 ) -> None:

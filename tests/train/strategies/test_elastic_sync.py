@@ -68,7 +68,7 @@ def trained_on(cluster: Cluster, strategy: jg.SyncPS | jg.LocalSGD, tx: Any) -> 
     [
         (jg.SyncPS, 0),
         pytest.param(jg.SyncPS, 1, marks=pytest.mark.nightly),
-        (jg.LocalSGD, 0),
+        pytest.param(jg.LocalSGD, 0, marks=pytest.mark.nightly),
     ],
 )
 def test_each_update_is_that_of_plain_jax_on_the_same_examples(

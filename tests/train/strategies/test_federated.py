@@ -177,7 +177,11 @@ def spoil(tmp_path: Path, *clients: int) -> None:
 
 @pytest.mark.bad_input_row(33)
 @pytest.mark.parametrize(
-    ("weight", "inner_state"), [("examples", "keep"), ("equal", "average")]
+    ("weight", "inner_state"),
+    [
+        ("examples", "keep"),
+        pytest.param("equal", "average", marks=pytest.mark.nightly),
+    ],
 )
 def test_what_is_not_finite_is_in_no_round_and_its_client_is_named(
     cluster: Cluster,
