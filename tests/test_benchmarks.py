@@ -148,6 +148,7 @@ def test_null_step_of_a_sparse_table_sends_rows_only(bench: Bench) -> None:
     assert set(line["peak_rss_mb"]) == {"/job:ps/task:0", "/job:worker/task:0"}
 
 
+@pytest.mark.nightly
 @pytest.mark.procs
 @pytest.mark.slow
 def test_null_steps_of_two_namespaces_take_the_data_socket() -> None:
@@ -263,6 +264,7 @@ def test_embedding_moves_no_more_than_the_rows_of_its_ids(bench: Bench) -> None:
     assert 0 < line["ps_busy_share"] < 1
 
 
+@pytest.mark.nightly
 @pytest.mark.procs
 @pytest.mark.slow
 def test_comparison_prints_a_line_for_each_peer_that_can_do_the_work(
@@ -555,12 +557,14 @@ def test_a_run_is_watched_in_turns_with_nobody_who_watches(bench: Bench) -> None
     assert line["rss_mb"] > 20
 
 
+@pytest.mark.nightly
 def test_resnet_50_has_as_many_parameters_as_published() -> None:
     model = nnx.eval_shape(lambda: resnet50.ResNet50(rngs=nnx.Rngs(0)))
     parameters = jax.tree.leaves(nnx.state(model, nnx.Param))
     assert sum(math.prod(one.shape) for one in parameters) == 25_557_032
 
 
+@pytest.mark.nightly
 def test_epsilon_of_digits_is_that_of_the_accountant(bench: Bench) -> None:
     (line,) = bench(apart.main, "--kind privacy --steps 3 --rounds 1")
     assert 0 < line["epsilon"] < 8

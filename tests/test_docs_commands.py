@@ -36,6 +36,8 @@ ELSEWHERE = {
     "test_the_command_writes_a_file_and_says_what_steps_wait_for",
     "dashboard": "tests/dashboard/test_command.py::"
     "test_the_command_serves_until_it_is_told_to_end",
+    "doctor --links": "tests/client/placement/test_measuring.py::"
+    "test_every_task_and_every_link_is_measured_and_printed",
     "examples wide-deep": f"tests/examples/test_wide_deep.py::{JSON}",
     "examples lm": f"tests/examples/test_lm.py::{JSON}",
     "examples dlrm": f"tests/examples/test_dlrm.py::{JSON}",
@@ -64,7 +66,7 @@ def shown() -> dict[str, str]:
 
 
 SHOWN = shown()
-ORDER = ("up", "status", "runs", "events", "doctor --links", "drain", "down")
+ORDER = ("up", "status", "runs", "events", "drain", "down")
 
 
 @pytest.mark.parametrize("typed", SHOWN)

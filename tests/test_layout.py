@@ -87,7 +87,8 @@ def test_only_compat_touches_jax_internals() -> None:
     inside = [
         name(path)
         for path in SOURCES
-        if any(f"{module}.".startswith("jax._src.") for module in imports_of(path))
+        if "_src" in path.read_text("utf-8")
+        and any(f"{module}.".startswith("jax._src.") for module in imports_of(path))
     ]
     assert set(inside) <= {"jgraph/_compat.py"}
 
@@ -102,16 +103,22 @@ def test_every_package_says_what_it_is(folder: str) -> None:
             assert ast.get_docstring(tree_of(init)), name(init)
 
 
+def first_line(path: Path) -> str:
+    """The first line of the docstring of a module, which begins its file."""
+    found = re.match(r'"""(\S.*?)(?:"""|$)', path.read_text("utf-8"), re.M)
+    return found[1] if found else ""
+
+
 def test_every_module_has_a_docstring() -> None:
     for path in PACKAGE:
-        assert ast.get_docstring(tree_of(path)), name(path)
+        assert first_line(path), name(path)
 
 
 def test_first_lines_are_what_a_specialist_would_search_for() -> None:
     asks = re.compile(r"(?:Whether|Which|What|Who|Whose|Whom|Where|When|How|Why)\b")
     for path in PACKAGE:
-        doc = ast.get_docstring(tree_of(path)) or ""
-        assert not asks.match(doc), f"{name(path)}: {doc.splitlines()[0]}"
+        line = first_line(path)
+        assert not asks.match(line), f"{name(path)}: {line}"
 
 
 def values(tree: ast.AST) -> Iterator[tuple[str, bool]]:

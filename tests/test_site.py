@@ -12,6 +12,19 @@ import jgraph
 ROOT = Path(__file__).parent.parent
 
 
+OUTSIDE = {"errors", "spark", "__version__", "testing"}
+"""No objects, or shown by their parts."""
+PUBLIC = {*jgraph.__all__, *jgraph.testing.__all__} - OUTSIDE
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pytest.importorskip("mkdocs", reason="needs pip install 'jgraph[docs]'")
+    from scripts.docs_site import reference
+
+    assert set(re.findall(r"^::: \S+\.(\w+)$", reference(), re.M)) >= PUBLIC
+
+
+@pytest.mark.nightly  # smaller: the one above, and tests/test_docs.py of links
 @pytest.mark.slow
 @pytest.mark.procs
 @pytest.mark.timeout(400)
@@ -34,13 +47,7 @@ def test_the_site_builds_with_every_public_name_and_pages_from_outside_of_docs(
         return (tmp_path / f"{name}.html").read_text(encoding="utf-8")
 
     shown = set(re.findall(r'id="jgraph\.[\w.]*?\.(\w+)"', page("api")))
-    outside = {
-        "errors",
-        "spark",
-        "__version__",
-        "testing",
-    }  # no objects, or shown by their parts
-    assert {*jgraph.__all__, *jgraph.testing.__all__} - outside <= shown
+    assert shown >= PUBLIC
     assert 'href="notebooks/05_jgraph_from_scratch.html"' in page("index")
     assert 'href="../architecture.html"' in page("notebooks/05_jgraph_from_scratch")
     assert "plan train_step" in page("notebooks/01_quickstart")  # a picture's title

@@ -102,6 +102,7 @@ def test_going_up_and_down_loads_jax_in_the_tasks_only() -> None:
     assert done.stdout == "False\n"
 
 
+@pytest.mark.nightly
 def test_killed_daemon_takes_its_tasks_along(jgraph: Shell) -> None:
     facts = json.loads(jgraph("up", "--ps", "0", "--workers", "1", "--json").stdout)
     processes = [psutil.Process(pid) for pid in facts["pids"].values()]

@@ -79,6 +79,7 @@ def test_a_cluster_of_this_machine_has_more_workers_and_fewer(
     assert joins.stderr.startswith("JG-124 --join does not go with --task")
 
 
+@pytest.mark.nightly
 def test_one_that_joins_ends_when_it_is_told_to_and_has_left_then(
     jgraph: Shell,
 ) -> None:

@@ -88,10 +88,9 @@ def fresh() -> Imagined:
     return Imagined(scene(WallClock().now() - START - 118))
 
 
-@pytest.mark.parametrize(
-    ("scheme", "width"),
-    [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)],
-)
+@pytest.mark.combined
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_each_page_is_shown_by_its_key_and_nothing_complains(
     browser: Any, scheme: str, width: int
 ) -> None:
@@ -213,7 +212,7 @@ def canvases(page: Any) -> int:
 
 def test_charts_that_are_drawn_anew_are_forgotten(browser: Any) -> None:
     with serving(fresh()) as server, opened(browser, server.url) as (page, _):
-        for title, key in (("Training", "2"), ("Overview", "1")) * 8:
+        for title, key in (("Training", "2"), ("Overview", "1")) * 4:
             page.keyboard.press(key)
             tab = page.locator("#tabs button[aria-current=page]")
             expect(tab).to_have_text(title)

@@ -61,7 +61,7 @@ def test_a_run_is_seen_live_and_again_when_all_is_over(tmp_path: Path) -> None:
         assert "#token" not in " ".join(process.cmdline())
         model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
         with jg.Trainer(model, loss, optax.sgd(0.01), cluster=cluster) as trainer:
-            run = trainer.fit(data, steps=300, batch_size=16)
+            run = trainer.fit(data, steps=100, batch_size=16)
             run.wait()
             steps = run.steps
             wait_for("variables", lambda: state_at(board.url)["shards"])

@@ -125,6 +125,7 @@ def test_it_learns_clicks_of_a_file(cluster: Cluster, tmp_path: Path) -> None:
     assert figures["rows"] > 2
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_it_learns_clicks_within_the_memory_of_its_table(cluster: Cluster) -> None:
     said: list[str] = []

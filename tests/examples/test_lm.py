@@ -65,6 +65,7 @@ def test_a_directory_without_the_text_is_refused(tmp_path: Path) -> None:
         lm.run(tmp_path, None, Options(steps=1))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_it_learns_which_word_follows_and_moves_only_rows(
     tmp_path: Path, cluster: Cluster

@@ -103,6 +103,7 @@ def test_it_learns_what_two_columns_say_together_and_moves_only_rows(
     assert re.search(r"params/wide/embedding .* 2 shards", plan)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_income_of_the_census_is_told_better_than_by_the_majority() -> None:
     options = Options(steps=800)

@@ -71,7 +71,11 @@ def health_of(cluster: Cluster) -> Iterator[Callable[[], int]]:
 
 
 @pytest.mark.row(28)
-@pytest.mark.parametrize("near", [True, False], ids=["auto", "grpc"])
+@pytest.mark.parametrize(
+    "near",
+    [pytest.param(True, marks=pytest.mark.nightly), False],
+    ids=["auto", "grpc"],
+)
 def test_memory_of_a_ps_has_a_bound_whatever_is_pushed_at_once(
     fault: Fault, monkeypatch: pytest.MonkeyPatch, near: bool
 ) -> None:

@@ -39,7 +39,10 @@ AT: Final[dict[str, tuple[Durability, int]]] = {
 @pytest.mark.row(2, 16)
 @pytest.mark.parametrize(
     "point",
-    [pytest.param(n, marks=() if n == QUICK else pytest.mark.chaos) for n in AT],
+    [
+        pytest.param(n, marks=pytest.mark.nightly if n == QUICK else pytest.mark.chaos)
+        for n in AT
+    ],
 )
 def test_a_task_that_crashes_at_a_step_of_its_work_loses_no_update(
     fault: Fault, tmp_path: Path, point: str

@@ -72,6 +72,7 @@ def test_training_over_tls_counts_each_example_once_whatever_is_flipped(
         there.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.bad_input_row(12)
 def test_a_session_over_tls_makes_each_step_once_whatever_is_flipped(
     fault: Fault, certificates: Path

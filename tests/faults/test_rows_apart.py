@@ -61,6 +61,7 @@ def killing(cluster: Any, task: str) -> list[Any]:
     return [after(30, lambda: cluster.kill(task)), stop]
 
 
+@pytest.mark.nightly
 @pytest.mark.row(1, 3)
 def test_a_worker_that_is_killed_in_a_round_of_rows_costs_time_alone(
     fault: Fault,
@@ -82,6 +83,7 @@ def test_a_worker_that_is_killed_in_a_round_of_rows_costs_time_alone(
     there.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.row(1, 3)
 def test_a_worker_that_is_killed_between_fragments_counts_nothing_twice(
     fault: Fault,

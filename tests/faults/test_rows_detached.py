@@ -171,7 +171,7 @@ def test_a_run_without_its_client_rests_while_each_ps_is_restarted(
 @pytest.mark.parametrize(
     ("strategy", "master", "lost"),
     [
-        ("async", WORKERS[0], (PS,)),
+        pytest.param("async", WORKERS[0], (PS,), marks=pytest.mark.nightly),
         *(
             pytest.param(*one, marks=pytest.mark.chaos)
             for one in [

@@ -1,12 +1,14 @@
 """A task is lost while a run is prepared: before that nobody looks after it."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pytest
 
+from jgraph.client.cluster import Cluster, connect
 from jgraph.client.session import Session
 from jgraph.errors import TaskLostError
 from jgraph.launch.local.cluster import LocalCluster
@@ -21,6 +23,7 @@ from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
 from tests.support.counting import BATCH, IDS, check_recovered, trainer
 from tests.support.fault import Fault
+from tests.support.servers import Servers
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(120)]
 
@@ -60,7 +63,7 @@ def fit(there: Trainer, checkpoint: Checkpoints | None = None) -> Run:
     )
 
 
-def trained(cluster: LocalCluster) -> int:
+def trained(cluster: Cluster) -> int:
     """Returns how many programs of a training step the first worker has."""
     names = [p.partition("-")[0] for p in cluster.status().tasks[2].programs]
     return names.count("train_step") + names.count("contribute")
@@ -85,8 +88,8 @@ def dies_and_is_back(cluster: LocalCluster, task: str = PS) -> None:
 @pytest.mark.parametrize(
     ("strategy", "method", "when"),
     [
-        (AsyncPS(), "initialize", "first"),
-        (SyncPS(), "register_all", "back"),
+        pytest.param(SyncPS(), "register_all", "back", marks=pytest.mark.nightly),
+        pytest.param(AsyncPS(), "initialize", "first", marks=pytest.mark.nightly),
         pytest.param(SyncPS(), "initialize", "first", marks=pytest.mark.chaos),
         pytest.param(AsyncPS(), "register_all", "away", marks=pytest.mark.chaos),
         pytest.param(SyncPS(), "register_all", "away", marks=pytest.mark.chaos),
@@ -115,48 +118,63 @@ def test_a_ps_that_is_killed_while_a_run_is_prepared_is_waited_for(
     there.close()
 
 
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
+    """Servers of this process, of which who connects starts lost ones again."""
+    monkeypatch.setattr(Cluster, "starts_again", True)
+    servers = Servers(ps=2, worker=2)
+    yield servers
+    servers.stop()
+
+
+def lose(servers: Servers) -> None:
+    servers.lose(PS)
+    servers.start_again(PS)
+
+
 @pytest.mark.row(61)
 @pytest.mark.parametrize(
     "strategy",
-    [AsyncPS(), pytest.param(SyncPS(), marks=pytest.mark.chaos)],
+    [AsyncPS(), pytest.param(SyncPS(), marks=pytest.mark.nightly)],
     ids=["async", "sync"],
 )
 def test_a_run_whose_ps_is_killed_before_its_first_step_has_the_values_of_the_last(
-    fault: Fault, monkeypatch: pytest.MonkeyPatch, strategy: Strategy
+    fault: Fault,
+    servers: Servers,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: Strategy,
 ) -> None:
     """They are in a checkpoint, of exactly these updates."""
-    cluster = fault.cluster(ps=2, workers=2, restarts=3)
-    there, saves = trainer(cluster, strategy), Checkpoints(fault.path, every=1000)
-    fit(there, saves)
-    dies = lambda: dies_and_is_back(cluster)
-    acted = act_once(monkeypatch, "lacking", dies, before=True)
-    run = fit(there, saves)
-    assert len(acted) > 1
-    assert (run.state, run.steps, run.recoveries()) == ("done", 2 * STEPS, [])
-    saved = fault.path / str(STEPS)
-    check_recovered(there, run, saved, share=share_of(strategy))
-    fault.names += [SAID, f"it goes on from step {STEPS} in {fault.path}", "SIGKILL"]
-    there.close()
+    with connect(servers.server(WORKER).target, timeout_s=20) as cluster:
+        there, saves = trainer(cluster, strategy), Checkpoints(fault.path, every=1000)
+        fit(there, saves)
+        acted = act_once(monkeypatch, "lacking", partial(lose, servers), before=True)
+        run = fit(there, saves)
+        assert len(acted) > 1
+        assert (run.state, run.steps, run.recoveries()) == ("done", 2 * STEPS, [])
+        saved = fault.path / str(STEPS)
+        check_recovered(there, run, saved, share=share_of(strategy))
+        there.close()
+    fault.names += [SAID, f"it goes on from step {STEPS} in {fault.path}"]
 
 
 @pytest.mark.row(61)
 def test_values_that_nothing_has_are_not_begun_anew(
-    fault: Fault, monkeypatch: pytest.MonkeyPatch
+    fault: Fault, servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next run says so, and leaves the other ps as it was."""
-    cluster = fault.cluster(ps=2, workers=2, restarts=3)
-    there = trainer(cluster, AsyncPS())
-    fit(there)
-    dies = lambda: cluster.kill(PS)
-    acted = act_once(monkeypatch, "lacking", dies, before=True)
-    with pytest.raises(TaskLostError, match="did not go on by itself") as caught:
+    with connect(servers.server(WORKER).target, timeout_s=20) as cluster:
+        there = trainer(cluster, AsyncPS())
         fit(there)
-    assert len(acted) > 1
-    what = f"{PS} lost what it held before the run began; there is no checkpoint"
-    assert what in str(caught.value)
-    assert trained(cluster) == 1  # of the run before
-    fault.names += [SAID, "SIGKILL"]
-    there.close()
+        acted = act_once(monkeypatch, "lacking", partial(lose, servers), before=True)
+        with pytest.raises(TaskLostError, match="did not go on by itself") as caught:
+            fit(there)
+        assert len(acted) > 1
+        what = f"{PS} lost what it held before the run began; there is no checkpoint"
+        assert what in str(caught.value)
+        assert trained(cluster) == 1  # of the run before
+        there.close()
+    fault.names += [SAID]
 
 
 def source_in(directory: Path) -> Source:
@@ -170,7 +188,7 @@ def source_in(directory: Path) -> Source:
     ("strategy", "method"),
     [
         (AsyncPS(), ""),
-        (SyncPS(), "initialize"),
+        pytest.param(SyncPS(), "initialize", marks=pytest.mark.nightly),
         pytest.param(AsyncPS(elastic=Elastic()), "", marks=pytest.mark.chaos),
         pytest.param(Federated(), "", marks=pytest.mark.chaos),
         pytest.param(Federated(), "initialize", marks=pytest.mark.chaos),
@@ -204,7 +222,7 @@ def test_a_worker_that_is_killed_while_a_run_is_prepared_has_its_data_again(
 @pytest.mark.parametrize(
     ("strategy", "method"),
     [
-        (AsyncPS(), "put_data"),
+        pytest.param(AsyncPS(), "put_data", marks=pytest.mark.nightly),
         pytest.param(SyncPS(), "put_data", marks=pytest.mark.chaos),
         pytest.param(SyncPS(), "initialize", marks=pytest.mark.chaos),
         pytest.param(AsyncPS(), "register_all", marks=pytest.mark.chaos),

@@ -70,6 +70,7 @@ def test_a_client_that_is_killed_in_a_secure_round_is_left_out_of_the_sum(
     there.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.row(47, 48)
 def test_with_too_few_a_secure_round_is_given_up_and_begun_again_with_others(
     fault: Fault, tmp_path: Path
@@ -185,7 +186,7 @@ def test_a_client_that_was_killed_takes_part_again(
 @pytest.mark.parametrize(
     ("durability", "secure_sum"),
     [
-        ("checkpoint", None),
+        pytest.param("checkpoint", None, marks=pytest.mark.nightly),
         pytest.param("replica", None, marks=pytest.mark.chaos),
         pytest.param("checkpoint", SecureSum(threshold=2), marks=pytest.mark.chaos),
     ],
@@ -257,6 +258,7 @@ def check_tally(run: Any, bound: int, apart: int = 0) -> None:
     assert {len(r.members) for r in rounds} == {1}
 
 
+@pytest.mark.nightly
 @pytest.mark.row(48)
 def test_a_client_that_is_killed_costs_its_own_round_where_nobody_waits(
     fault: Fault, tmp_path: Path
@@ -280,9 +282,8 @@ def test_a_client_that_is_killed_costs_its_own_round_where_nobody_waits(
 
 
 @pytest.mark.row(49)
-@pytest.mark.parametrize(
-    "durability", ["replica", pytest.param("checkpoint", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("durability", ["replica", "checkpoint"])
 def test_rounds_that_wait_for_nobody_go_on_when_a_ps_is_killed(
     fault: Fault, tmp_path: Path, durability: Any
 ) -> None:

@@ -139,7 +139,7 @@ def files_in(directory: Path) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize(
     "durability",
     [
-        "replica",
+        pytest.param("replica", marks=pytest.mark.nightly),
         *(pytest.param(d, marks=pytest.mark.chaos) for d in ("log", "checkpoint")),
     ],
 )

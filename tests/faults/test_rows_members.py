@@ -81,6 +81,7 @@ def checked(there: Any, run: Run, *, together: bool, lost: int = 0) -> None:
     there.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.row(9)
 def test_an_elastic_run_without_a_worker_waits_for_one_that_joins(fault: Fault) -> None:
     """Also where nothing starts the lost one again, which the others are told."""
@@ -103,7 +104,11 @@ def test_an_elastic_run_without_a_worker_waits_for_one_that_joins(fault: Fault) 
 
 
 @pytest.mark.row(42)
-@pytest.mark.parametrize("together", [False, True], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "together",
+    [pytest.param(False, marks=pytest.mark.nightly), True],
+    ids=["async", "sync"],
+)
 def test_workers_join_a_run_and_leave_it_and_no_batch_is_lost_or_comes_twice(
     fault: Fault, together: bool
 ) -> None:

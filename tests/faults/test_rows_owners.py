@@ -46,7 +46,7 @@ def master_or(task: str, cluster: LocalCluster) -> str:
 @pytest.mark.parametrize(
     ("ps", "workers", "task"),
     [
-        (0, 3, WORKER),
+        pytest.param(0, 3, WORKER, marks=pytest.mark.nightly),
         pytest.param(0, WORKERS, "master", marks=pytest.mark.chaos),
         pytest.param(1, WORKERS, WORKER, marks=pytest.mark.chaos),
     ],

@@ -111,7 +111,7 @@ def test_parameter_servers_join_a_run_and_leave_it_and_no_update_is_lost(
     cluster = fault.cluster(ps=1, workers=2, elastic=True)
     saves = Checkpoints(fault.path, every=10)
     there, run = begun(cluster, strategy(elastic=ELASTIC), saves)
-    for ps in (3, "-1", 1, 2):
+    for ps in (3, "-1"):
         cluster.scale(ps=ps)
         goes_on(run)
     assert len(cluster.tasks("ps")) == 2
@@ -155,7 +155,10 @@ def test_many_rescales_while_tasks_are_killed_lose_and_double_no_update(
 @pytest.mark.row(46)
 @pytest.mark.parametrize(
     "point",
-    [pytest.param(n, marks=() if n == QUICK else pytest.mark.chaos) for n in AT],
+    [
+        pytest.param(n, marks=pytest.mark.nightly if n == QUICK else pytest.mark.chaos)
+        for n in AT
+    ],
 )
 @pytest.mark.parametrize(
     "strategy", [SyncPS, pytest.param(AsyncPS, marks=pytest.mark.chaos)]
@@ -215,7 +218,11 @@ def test_a_ps_that_joins_and_dies_while_variables_move_changes_nothing(
 
 @pytest.mark.row(46)
 @pytest.mark.parametrize(
-    "strategy", [SyncPS, pytest.param(AsyncPS, marks=pytest.mark.chaos)]
+    "strategy",
+    [
+        pytest.param(SyncPS, marks=pytest.mark.nightly),
+        pytest.param(AsyncPS, marks=pytest.mark.chaos),
+    ],
 )
 def test_a_ps_that_leaves_and_dies_first_is_lost_as_any_and_then_leaves(
     fault: Fault, strategy: Any
@@ -274,6 +281,7 @@ def test_a_task_that_dies_at_each_point_of_a_rescale_is_lost_as_at_any_other_tim
     there.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.row(57)
 def test_who_asked_for_more_ps_is_told_that_there_are_to_be_fewer_since(
     fault: Fault,
@@ -295,7 +303,13 @@ def test_who_asked_for_more_ps_is_told_that_there_are_to_be_fewer_since(
 
 
 @pytest.mark.row(46)
-@pytest.mark.parametrize("restarts", [0, pytest.param(3, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize(
+    "restarts",
+    [
+        pytest.param(0, marks=pytest.mark.nightly),
+        pytest.param(3, marks=pytest.mark.chaos),
+    ],
+)
 def test_a_ps_that_leaves_and_dies_when_nothing_is_on_it_has_left(
     fault: Fault, monkeypatch: pytest.MonkeyPatch, restarts: int
 ) -> None:
@@ -326,7 +340,10 @@ def test_a_ps_that_leaves_and_dies_when_nothing_is_on_it_has_left(
 @pytest.mark.row(45, 46)
 @pytest.mark.parametrize(
     "point",
-    [pytest.param(n, marks=() if n == QUICK else pytest.mark.chaos) for n in AT],
+    [
+        pytest.param(n, marks=pytest.mark.nightly if n == QUICK else pytest.mark.chaos)
+        for n in AT
+    ],
 )
 def test_a_master_that_dies_while_a_hash_table_moves_costs_no_update(
     fault: Fault, tmp_path: Path, point: str

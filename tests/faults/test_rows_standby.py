@@ -26,7 +26,7 @@ PS, MASTER = "/job:ps/task:0", "/job:worker/task:0"
 @pytest.mark.parametrize(
     ("strategy", "restarts"),
     [
-        ("async", 0),
+        pytest.param("async", 0, marks=pytest.mark.nightly),
         pytest.param("async", 3, marks=pytest.mark.chaos),
         pytest.param("sync", 3, marks=pytest.mark.chaos),
         pytest.param("sync", 0, marks=pytest.mark.chaos),

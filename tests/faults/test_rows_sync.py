@@ -14,6 +14,7 @@ pytestmark = pytest.mark.procs
 MASTER, WORKER = "/job:worker/task:0", "/job:worker/task:1"
 
 
+@pytest.mark.nightly
 @pytest.mark.row(1, 9, 19)
 def test_a_synchronous_run_takes_lost_workers_and_masters_back(
     fault: Fault,

@@ -1,6 +1,6 @@
 """Programs made up at random, on clusters of any shape, against one process of JAX.
 
-``make fuzz`` tries thousands; the tests fifty. What was found once is an example.
+``make fuzz`` tries thousands; the tests a few. What was found once is an example.
 """
 
 import pytest

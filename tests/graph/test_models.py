@@ -98,7 +98,11 @@ def cross_entropy(logits: Any, labels: jax.Array) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [Attention(), Lstm(), RematScan()], ids=repr)
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(Attention(), marks=pytest.mark.nightly), Lstm(), RematScan()],
+    ids=repr,
+)
 def test_linen_model_and_its_gradient(model: linen.Module, same: Same) -> None:
     params = model.init(jax.random.key(0), X)
     cells, values = variables_of(params, "p")

@@ -54,7 +54,10 @@ def run(
             {"HOSTNAME": "jgraph-ps-1", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
             "/job:ps/task:1",
         ),
-        ("Job", {"JOB_COMPLETION_INDEX": "1"}, "/job:worker/task:1"),
+        pytest.param(
+            *("Job", {"JOB_COMPLETION_INDEX": "1"}, "/job:worker/task:1"),
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["ps", "worker"],
 )

@@ -93,6 +93,7 @@ def test_a_host_that_the_file_does_not_name_is_told(tmp_path: Path) -> None:
     assert (done.returncode, "no task on 'nodeX'" in said) == (1, True)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.procs
 def test_the_commands_of_the_guide_for_several_hosts_start_servers(

@@ -80,7 +80,7 @@ def calls_of_planning(graph: Graph) -> int:
     return calls
 
 
-@pytest.mark.parametrize(("make", "few"), [(training, 20), (writing, 80)])
+@pytest.mark.parametrize(("make", "few"), [(training, 8), (writing, 80)])
 def test_planning_takes_as_many_calls_for_each_of_many_variables_as_of_few(
     make: Callable[[int], Graph], few: int
 ) -> None:

@@ -45,6 +45,8 @@ from tests.support.programs import (
 )
 from tests.support.scattered import scattered, traced
 
+LARGE = {"lstm_momentum", "mlp_lamb", "mlp_adamw_schedule", "resnet_block_sgd"}
+"""Models that compile for long, and like which another one is."""
 GOLDEN = pathlib.Path(__file__).parent / "testdata" / "plan.txt"
 
 
@@ -54,7 +56,13 @@ def wanted(name: str) -> tuple[list[Any], Values]:
     return reference(graph, values, example.args, FAST)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in LARGE else ())
+        for name in EXAMPLES
+    ],
+)
 @settings(max_examples=2, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**16))
 def test_a_step_cut_anywhere_computes_what_one_jit_computes(

@@ -14,7 +14,7 @@ from jgraph.graph.graph import Graph
 from jgraph.graph.ir import TaskName
 from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Variable
-from tests.support.optimizer_steps import alias, aliases, optimizer_step
+from tests.support.optimizer_steps import BY_DAY, alias, aliases, optimizer_step
 from tests.support.sharded import check_shard
 
 SHAPES = {"a": (5, 4), "b": (3,), "c": (2, 3, 4)}
@@ -68,7 +68,13 @@ def check_steps(tx: optax.GradientTransformation) -> Graph:
     return check_shard(graph, values, jnp.float32(0.5))
 
 
-@pytest.mark.parametrize("name", aliases())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.nightly)
+        for name in aliases()
+    ],
+)
 def test_an_optimizer_on_shards_is_the_optimizer(name: str) -> None:
     sharded = check_steps(alias(name))
     assert len(sharded.variables) > len(sharded.logical)

@@ -244,7 +244,10 @@ MANY_IDS = [
 ]
 
 
-@pytest.mark.parametrize(("shards", "kind"), [(1, "div"), (2, "div"), (2, "mod")])
+@pytest.mark.parametrize(
+    ("shards", "kind"),
+    [(1, "div"), pytest.param(2, "div", marks=pytest.mark.nightly), (2, "mod")],
+)
 def test_rows_are_spread_over_the_whole_table_where_its_shards_are(
     shards: int, kind: str
 ) -> None:

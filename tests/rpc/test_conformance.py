@@ -83,6 +83,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.combined
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("how", ["records", "tls", "streams"])
 def test_grpc_transport_conforms_encrypted(

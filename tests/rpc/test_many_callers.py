@@ -53,7 +53,9 @@ def sizes(server: GrpcTransport) -> Counter[str]:
     "clients",
     [40, pytest.param(5000, marks=[pytest.mark.nightly, pytest.mark.timeout(900)])],
 )
-@pytest.mark.parametrize("near", ["auto", "off"])
+@pytest.mark.parametrize(
+    "near", ["auto", pytest.param("off", marks=pytest.mark.nightly)]
+)
 def test_clients_and_workers_that_come_again_and_again_leave_the_tables_as_they_were(
     tmp_path: Path, near: Literal["auto", "off"], clients: int
 ) -> None:

@@ -130,21 +130,21 @@ def test_unknown_option_says_what_to_type() -> None:
         GrpcTransport(PS, same_machine="on")  # type: ignore[arg-type]
 
 
-def test_memory_does_not_grow_over_a_thousand_large_posts() -> None:
+def test_memory_does_not_grow_over_hundreds_of_large_posts() -> None:
     async def main() -> None:
         worker = GrpcTransport(WORKER)
         async with pair(GrpcTransport(PS), worker) as at_ps:
             tensor = np.ones(1 << 20, np.float32)
             files, reserved = 0, set()
             kept: list[Frame] = []
-            for i in range(1000):
+            for i in range(200):
                 kept = [*kept[-2:], await post(at_ps, worker, tensor)]
                 reserved.add(worker.statistics().reserved_bytes)
                 if i == 10:
                     files = len(memory_files())
             assert len(reserved) == 1
             assert 0 < len(memory_files()) <= files
-            assert worker.statistics().peers[PS].bytes_sent < 1000 * 100
+            assert worker.statistics().peers[PS].bytes_sent < 200 * 100
 
     run_async(main())
 

@@ -155,7 +155,11 @@ def test_a_worker_or_master_that_is_told_to_end_hands_over_all_it_has(
     assert client.master != MASTER or task != MASTER
 
 
-@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "strategy",
+    [AsyncPS(), pytest.param(SyncPS(), marks=pytest.mark.nightly)],
+    ids=["async", "sync"],
+)
 def test_master_that_is_told_to_end_with_the_last_step_waits_until_the_run_is_read(
     ending: Ending, client: Cluster, strategy: Strategy
 ) -> None:

@@ -15,6 +15,8 @@ from jgraph.serving import oip_grpc
 from jgraph.serving._pb import inference_pb2 as pb
 from tests.support.exported import half_plus_three
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
+
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 Ask = Callable[[bytes], pb.ModelInferResponse]
 

@@ -62,7 +62,7 @@ def test_each_sum_is_of_who_was_decided_and_no_batch_counts_twice(faults: int) -
     """Of a round that is given up nothing is known, and it begins again."""
     runs = [
         (seed, simulated(seed, faults=faults))
-        for seed in range(FIRST, FIRST + max(10, RUNS // 20))
+        for seed in range(FIRST, FIRST + max(5, RUNS // 20))
     ]
     for seed, run in runs:
         check(run, seed)

@@ -290,11 +290,11 @@ def survived(seed: int) -> Survived:
 def test_workers_give_a_lost_owner_what_is_of_the_update_told_of_last() -> None:
     """Nothing is done again then, and all owners have the same updates at the end."""
     given = 0
-    for seed in range(FIRST, FIRST + max(20, RUNS // 4)):
+    for seed in range(FIRST, FIRST + max(10, RUNS // 4)):
         run = survived(seed)
         check_updates(run, seed)
         given += run.given
-    assert given >= max(20, RUNS // 4) / 10
+    assert given >= max(10, RUNS // 4) / 10
 
 
 def summed_on_hosts(seed: int, durability: Durability) -> Owned:
@@ -316,9 +316,9 @@ def test_sums_of_hosts_have_what_was_decided_whoever_is_lost(
 ) -> None:
     """Late contributions are in no sum, and each owner has the same updates."""
     kept_on = restored = 0
-    for seed in range(FIRST, FIRST + max(10, RUNS // 20)):
+    for seed in range(FIRST, FIRST + max(4, RUNS // 20)):
         run = summed_on_hosts(seed, durability)
         check_updates(run, seed)
         kept_on += run.kept_on
         restored += run.restored
-    assert (restored if durability == "checkpoint" else kept_on) >= 10
+    assert (restored if durability == "checkpoint" else kept_on) >= max(4, RUNS // 20)

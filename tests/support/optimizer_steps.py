@@ -23,6 +23,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sam": {"adv_optimizer": optax.sgd(0.01), "reset_state": False},
 }
 
+BY_DAY = {"sgd", "adam", "adamw", "adagrad", "rmsprop", "lion", "lamb", "adafactor"}
+"""Optimizers whose updates are of every kind; the others are tried nightly."""
+
 
 def aliases() -> list[str]:
     """Names of the functions of optax that make an optimizer."""

@@ -25,7 +25,7 @@ from tests.support.programs import EXAMPLES
 from tests.support.run_async import run_async
 from tests.support.scattered import scattered, traced
 
-BY_DAY = {"mlp_adamw_schedule", "embedding_adam", "cnn_adam", "resnet_block_clip_nnx"}
+BY_DAY = {"embedding_adam", "cnn_adam"}
 """Of the models; tests/plan/test_plan.py has each of them, without transports."""
 
 

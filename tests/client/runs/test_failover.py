@@ -59,7 +59,11 @@ def test_run_goes_on_with_a_ps_as_master_and_loses_nothing(
     assert told[0].endswith("/job:ps/task:0 is the master from here on")
 
 
-@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "strategy",
+    [AsyncPS(), pytest.param(SyncPS(), marks=pytest.mark.nightly)],
+    ids=["async", "sync"],
+)
 def test_run_whose_master_is_lost_with_the_last_step_is_done(
     own_servers: Servers, client: Cluster, strategy: Strategy
 ) -> None:

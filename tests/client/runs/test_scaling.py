@@ -34,6 +34,8 @@ from tests.support.servers import *  # noqa: F403  # fixtures
 from tests.support.servers import Servers
 from tests.support.waiting import wait_until
 
+ASYNC, SYNC = AsyncPS(elastic=Elastic()), SyncPS(elastic=Elastic())
+
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
@@ -150,11 +152,12 @@ def test_a_client_whose_master_is_lost_scales_through_another() -> None:
 
 
 @pytest.mark.row(63)
+@pytest.mark.combined
 @pytest.mark.parametrize(
     "strategy",
     [
-        AsyncPS(elastic=Elastic()),
-        SyncPS(elastic=Elastic()),
+        ASYNC,
+        SYNC,
         SyncPS(elastic=Elastic(workers=(1, 4), batch="global")),
     ],
     ids=["async", "sync", "global"],
@@ -205,16 +208,17 @@ def test_a_worker_may_leave_before_a_run_begins(
 
 
 @pytest.mark.row(61, 63)
+@pytest.mark.combined
 @pytest.mark.parametrize("acts", ["leave lose", "lose leave", "lose"])
 @pytest.mark.parametrize(
     ("before", "lost", "strategy"),
     [
-        ("OpenGate", "/job:ps/task:1", AsyncPS(elastic=Elastic())),
-        ("OpenGate", "/job:ps/task:1", SyncPS(elastic=Elastic())),
-        ("RunLoop", "/job:ps/task:0", SyncPS(elastic=Elastic())),
-        ("BeginRun", "/job:worker/task:2", AsyncPS(elastic=Elastic())),
-        ("BeginRun", "/job:ps/task:1", AsyncPS(elastic=Elastic())),
-        ("BeginRun", "/job:ps/task:1", SyncPS(elastic=Elastic())),
+        ("OpenGate", "/job:ps/task:1", ASYNC),
+        ("OpenGate", "/job:ps/task:1", SYNC),
+        ("RunLoop", "/job:ps/task:0", SYNC),
+        ("BeginRun", "/job:worker/task:2", ASYNC),
+        ("BeginRun", "/job:ps/task:1", ASYNC),
+        ("BeginRun", "/job:ps/task:1", SYNC),
     ],
     ids=["ps-async", "ps-sync", "master", "worker", "begun-async", "begun-sync"],
 )
@@ -264,7 +268,13 @@ def test_a_worker_may_leave_while_another_task_is_lost_before_a_run_begins(
 
 @pytest.mark.row(63)
 @pytest.mark.parametrize(
-    "before", ["KeepProgram", "OpenDataRun", "RunLoop", "BeginRun"]
+    "before",
+    [
+        "KeepProgram",
+        pytest.param("OpenDataRun", marks=pytest.mark.nightly),
+        pytest.param("RunLoop", marks=pytest.mark.nightly),
+        "BeginRun",
+    ],
 )
 def test_a_master_without_values_may_be_started_again_before_a_run_begins(
     before: str, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=8 * settings().max_examples)
 @given(told=st.lists(events, max_size=12))
 def test_no_order_of_requests_gets_both_secrets_of_one(told: Sequence[object]) -> None:
     member = MemberRound("a", threshold=2)

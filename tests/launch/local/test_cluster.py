@@ -122,6 +122,7 @@ def test_killed_task_fails_the_step_that_needs_it_and_the_others_go_on() -> None
         assert row in str(cluster)
 
 
+@pytest.mark.nightly
 def test_killed_worker_is_named_by_the_loop_that_it_ran() -> None:
     with LocalCluster(ps=2, workers=2) as cluster:
         session = cluster.session()
@@ -291,6 +292,7 @@ def test_workers_join_a_cluster_with_tls_by_certificates_of_their_own() -> None:
         assert cluster.gone() == {}
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(150)
 def test_a_process_that_joins_in_place_of_a_lost_one_is_the_task() -> None:
     with LocalCluster(ps=1, workers=1, elastic=True) as cluster:
@@ -304,6 +306,7 @@ def test_a_process_that_joins_in_place_of_a_lost_one_is_the_task() -> None:
         assert cluster.gone() == {}
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(150)
 def test_a_ps_that_has_left_is_not_one_that_ended() -> None:
     with LocalCluster(ps=2, workers=1, elastic=True) as cluster:
@@ -313,6 +316,7 @@ def test_a_ps_that_has_left_is_not_one_that_ended() -> None:
         wait_until(lambda: cluster.gone() == {})
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(150)
 def test_a_worker_that_joined_and_died_joins_again() -> None:
     with LocalCluster(ps=1, workers=1, elastic=True, restarts=2) as cluster:

@@ -1,5 +1,6 @@
 """Large values travel while the segments that take or make them compute."""
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -64,6 +65,12 @@ def plan_of(weights: list[Any], x: Any = X, *, norm: bool = False) -> Plan:
     return check_plan(step, x, variables=weights, exact=False)
 
 
+@cache
+def three_layers() -> Plan:
+    """A plan of values that are worth to travel apart."""
+    return plan_of(layers(3))
+
+
 def values_of(planned: Plan, kind: Any) -> list[int]:
     """How many values each message of the worker has, in program order."""
     nodes = nodes_of(planned, WORKER, kind)
@@ -73,13 +80,13 @@ def values_of(planned: Plan, kind: Any) -> list[int]:
 def test_gradients_of_the_last_layers_leave_while_those_of_the_first_are_computed() -> (
     None
 ):
-    planned = plan_of(layers(3))
+    planned = three_layers()
     assert values_of(planned, SendNode) == [1, 1, 1]
     assert segments_per_task(planned)[PS[0]] == 1
 
 
 def test_the_first_layers_compute_before_the_parameters_of_the_last_are_there() -> None:
-    planned = plan_of(layers(3))
+    planned = three_layers()
     received = nodes_of(planned, WORKER, RecvNode)
     first = nodes_of(planned, WORKER, SegmentNode)[0]
     from_ps = [node for node in received if node.src == PS[0]]
@@ -130,7 +137,7 @@ def test_wherever_segments_are_cut_the_step_means_the_same(
 
 
 def test_the_traffic_of_a_plan_says_what_each_piece_takes_and_gives() -> None:
-    planned = plan_of(layers(3))
+    planned = three_layers()
     pieces = planned.traffic().pieces
     nbytes = SIZE * SIZE * 4
     assert [p.read for p in pieces if p.read] == [nbytes] * 3

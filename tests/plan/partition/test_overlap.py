@@ -101,7 +101,15 @@ def test_gradients_of_a_half_overlap_with_those_of_the_other() -> None:
     assert segments_per_task(planned)[B] == 2
 
 
-@pytest.mark.parametrize("tasks", [(A, B), (B, A, B), (A, A, B, B), (A, B, A, B)])
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        (A, B),
+        pytest.param((B, A, B), marks=pytest.mark.nightly),
+        pytest.param((A, A, B, B), marks=pytest.mark.nightly),
+        (A, B, A, B),
+    ],
+)
 def test_wherever_clusters_are_cut_the_step_means_the_same(
     tasks: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

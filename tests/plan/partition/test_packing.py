@@ -12,7 +12,7 @@ import pytest
 import jgraph as jg
 from jgraph.plan.plan import Plan
 from jgraph.plan.program.nodes import ReadNode, SegmentNode, UnpackNode, packed_starts
-from tests.support.optimizer_steps import alias, aliases, optimizer_step
+from tests.support.optimizer_steps import BY_DAY, alias, aliases, optimizer_step
 from tests.support.plans import PS, WORKERS, check_plan, nodes_of
 
 SHAPES = [(5, 4), (3,), (2, 3, 4), (1,), (17,), (2, 2), (4, 8), (6,), (3, 3), (16,)]
@@ -22,8 +22,6 @@ NOT_ALIKE = {
     *("adafactor", "fromage", "lamb", "lars", "lbfgs", "noisy_sgd", "novograd"),
     "sm3",
 }
-
-BY_DAY = {"sgd", "adam", "adamw", "adagrad", "rmsprop", "lion", "lamb", "adafactor"}
 
 
 def planned(

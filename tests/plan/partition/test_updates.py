@@ -30,7 +30,7 @@ from tests.support.plans import (
 )
 from tests.support.tasks import Tasks
 
-CASES = int(os.environ.get("JGRAPH_FUZZ_CASES", "15"))
+CASES = int(os.environ.get("JGRAPH_FUZZ_CASES", "8"))
 HALF = jg.fixed_size_partitioner(2)
 SHAPES = [(), (1,), (3,), (4, 1), (40,), (3, 400)]
 

@@ -15,6 +15,8 @@ from jgraph.rpc.shared_memory.memory_blocks import PAGE_BYTES, Budget
 from jgraph.rpc.shared_memory.shared_memory import ReceiveMemory, SendMemory
 from jgraph.rpc.shared_memory.slabs import Slabs
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
+
 Array = np.ndarray[Any, Any]
 ROWS = PAGE_BYTES // 16  # of four numbers, in a page
 

@@ -10,6 +10,8 @@ from hypothesis import given, strategies as st
 
 from jgraph.rpc.wire.buffer_pool import KEPT_FROM_BYTES, BufferPool
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
+
 N = 1 << 20
 
 

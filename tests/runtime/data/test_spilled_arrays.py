@@ -11,6 +11,8 @@ import pytest
 
 from jgraph.runtime.data.spilled_arrays import SpilledArrays
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
+
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

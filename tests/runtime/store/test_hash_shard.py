@@ -289,7 +289,7 @@ def test_key_goes_after_as_many_steps_unseen_as_its_time_to_live(ttl: int) -> No
     assert shard.counts.expired == 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=5 * settings().max_examples)
 @given(
     st.lists(
         st.tuples(BATCHES, st.booleans(), st.integers(0, 4)), min_size=1, max_size=5

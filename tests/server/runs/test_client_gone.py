@@ -57,7 +57,9 @@ def check_saved(cluster: Cluster, strategy: str, directory: Path) -> None:
 
 
 @pytest.mark.row(30)
-@pytest.mark.parametrize("strategy", ["async", "sync"])
+@pytest.mark.parametrize(
+    "strategy", ["async", pytest.param("sync", marks=pytest.mark.nightly)]
+)
 def test_what_a_run_came_to_whose_client_is_gone_is_saved(
     servers: Servers, strategy: str, tmp_path: Path
 ) -> None:
@@ -68,7 +70,9 @@ def test_what_a_run_came_to_whose_client_is_gone_is_saved(
 
 
 @pytest.mark.row(30)
-@pytest.mark.parametrize("strategy", ["async", "sync"])
+@pytest.mark.parametrize(
+    "strategy", ["async", pytest.param("sync", marks=pytest.mark.nightly)]
+)
 def test_what_a_run_came_to_whose_client_was_closed_is_saved(
     servers: Servers, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +97,7 @@ def test_what_a_run_came_to_whose_client_was_closed_is_saved(
         check_saved(cluster, strategy, tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.row(36)
 def test_a_run_whose_client_is_gone_before_a_lost_ps_is_back_is_taken_back_all_the_same(
     servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -60,7 +60,11 @@ def client(own_servers: Servers) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.mark.parametrize("strategy", [AsyncPS(), SyncPS()], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "strategy",
+    [AsyncPS(), pytest.param(SyncPS(), marks=pytest.mark.nightly)],
+    ids=["async", "sync"],
+)
 def test_client_of_a_detached_run_follows_it_to_the_heir_of_its_master(
     own_servers: Servers, client: Cluster, strategy: Strategy
 ) -> None:
@@ -93,6 +97,7 @@ def test_client_of_a_detached_run_follows_it_to_the_heir_of_its_master(
         ledger.check(there, lost=1)
 
 
+@pytest.mark.nightly
 def test_client_that_attached_follows_the_run_to_the_heir(
     own_servers: Servers, client: Cluster
 ) -> None:
@@ -135,7 +140,9 @@ def test_client_that_attached_follows_the_run_to_the_heir(
         assert watching.current_position() == there.current_position()
 
 
-@pytest.mark.parametrize("by", ["who began it", "who attached"])
+@pytest.mark.parametrize(
+    "by", [pytest.param("who began it", marks=pytest.mark.nightly), "who attached"]
+)
 def test_stop_that_a_lost_master_did_not_hear_is_told_to_its_heir(
     own_servers: Servers, client: Cluster, by: str
 ) -> None:

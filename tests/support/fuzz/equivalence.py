@@ -30,7 +30,7 @@ from tests.support.in_process import steps
 from tests.support.plans import FAST, check_program
 from tests.support.run_async import run_async
 
-CASES = int(os.environ.get("JGRAPH_FUZZ_CASES", "50"))
+CASES = int(os.environ.get("JGRAPH_FUZZ_CASES", "24"))
 MAX_INSTRUCTIONS = 4 if CASES <= 100 else 12
 STEPS = 2
 

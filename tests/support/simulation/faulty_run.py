@@ -14,7 +14,7 @@ from tests.support.simulation.master import Master
 from tests.support.simulation.network import Network, Process
 from tests.support.simulation.tasks import Loop, Worker
 
-RUNS: Final = int(os.environ.get("JGRAPH_SIMULATIONS", "100"))
+RUNS: Final = int(os.environ.get("JGRAPH_SIMULATIONS", "40"))
 FIRST: Final = int(os.environ.get("JGRAPH_SIMULATION", "0"))
 RESTART_S: Final = 2.0
 TAKEOVER_S: Final = 2.0
