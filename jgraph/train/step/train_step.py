@@ -274,8 +274,7 @@ class TrainStep:
         """Returns what goes by rows in a step on such batches; None: nothing may."""
         key = str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
         if key not in self._row_steps:
-            off = self._sparse == "off" and not self.adapter.tables
-            off |= self.local is not None and self.local.rule.epochs > 0
+            off = self.local is not None and self.local.rule.epochs > 0
             off |= self.fragments is not None
             off |= self.private is not None
             self._row_steps[key] = None if off else self._decide(batch)

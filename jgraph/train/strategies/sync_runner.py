@@ -143,7 +143,9 @@ class SyncRunner:
             return self._contributions, workers
         if elastic.most is not None:
             return self._strategy.contributions(elastic.most), elastic.most
-        if self._step.row_step(batch) or self._step.compression is not None:
+        by_rows = self._step.row_step(batch)
+        has_rows = by_rows is not None and bool(by_rows.tables.tables)
+        if has_rows or self._step.compression is not None:
             raise ConfigError(
                 "elastic=jg.Elastic(workers=(…, None)) with a table of rows, "
                 "or with gradient_dtype=, needs to know how many workers there are at "

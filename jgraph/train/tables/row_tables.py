@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ from jgraph.view.units import bytes_text
 
 # A small table of which a step looks up more ids than it has rows travels whole.
 _SMALL_BYTES = 1 << 20
+IT_IS_SMALL: Final = "it is small"
+"""Why a table travels whole although a step has fewer ids of it than it has rows."""
 _LOOPS = {"scan", "while", "cond"}
 
 Loss: TypeAlias = Callable[..., Any]
@@ -299,6 +301,10 @@ class _Traced:
             )
             if reason and (reads or number in uses.in_loops):
                 dense[name] = reason
+                whole = self._table(number, ids, [] if is_hash else reads, False)
+                if whole.lookups and self._are_fed(whole):
+                    looked_at.append(whole)
+                    outvars_looked_at += [v for _, v in reads]
             elif reads:
                 table = self._table(number, ids, reads, is_hash)
                 if small := None if is_hash else self._why_small(table):
@@ -353,11 +359,15 @@ class _Traced:
                 f"{table.rows} rows"
             )
         is_packed = table.name in self.looks and nbytes <= SMALL_BYTES
-        if not is_packed or not all(
-            lookup.mode != "error" or self.has_ids(lookup) for lookup in table.lookups
-        ):
+        if not is_packed or not self._are_fed(table):
             return None
-        return f"it is small ({bytes_text(nbytes)})"
+        return f"{IT_IS_SMALL} ({bytes_text(nbytes)})"
+
+    def _are_fed(self, table: RowTable) -> bool:
+        """Whether ids that must have a row are elements of the batch."""
+        return all(
+            lookup.mode != "error" or self.has_ids(lookup) for lookup in table.lookups
+        )
 
     def has_ids(self, lookup: Lookup) -> bool:
         """Whether ids are elements of the batch as they come, none of them no id."""

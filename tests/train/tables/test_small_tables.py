@@ -236,6 +236,32 @@ def test_an_id_without_a_row_is_refused_of_a_batch_of_more_ids_than_rows(
             np.testing.assert_array_equal(now, then)
 
 
+def tied(model: Any, batch: Any) -> Any:
+    return loss(model, batch) + 1e-3 * jnp.sum(model.table.embedding[...] ** 2)
+
+
+@pytest.mark.combined
+@pytest.mark.parametrize(("told", "sparse"), [(tied, "auto"), (loss, "off")])
+@pytest.mark.parametrize(
+    "strategy",
+    [jg.Local(), jg.AsyncPS(), jg.SyncPS(), jg.LocalSGD(sync_every=2)],
+    ids=["local", "async", "sync", "rounds"],
+)
+def test_an_id_without_a_row_of_a_table_that_travels_whole_is_refused(
+    cluster: Cluster, strategy: Any, told: Any, sparse: Any
+) -> None:
+    there = None if isinstance(strategy, jg.Local) else cluster
+    wrong = TEXT.copy()
+    wrong[:, 2] = ROWS
+    options = {"strategy": strategy, "cluster": there, "sparse": sparse}
+    with Trainer(Words(), told, optax.adam(0.1), **options) as trainer:
+        before = fitted(trainer, steps=2)
+        with pytest.raises(RowIdError, match=rf"the id {ROWS} at"):
+            fitted(trainer, wrong, steps=2)
+        for now, then in zip(trainer.current_values(), before, strict=True):
+            np.testing.assert_array_equal(now, then)
+
+
 def test_what_is_no_id_may_be_any_number(cluster: Cluster) -> None:
     text = TEXT.copy()
     text[:, -1] = -100
