@@ -201,7 +201,7 @@ class LeasedBatches:
     def read_together(self, leases: Sequence[Lease], most: int) -> dict[str, Array]:
         """Returns all batches of the leases in arrays that ``most`` would fill.
 
-        What they do not fill is zeros.
+        What they do not fill are copies of the first.
         """
         size, filled = self._plan.batch_size, 0
         together: dict[str, Array] = {}
@@ -210,7 +210,7 @@ class LeasedBatches:
                 for name, batch in self.read(lease, index).items():
                     if name not in together:
                         shape = most * size, *batch.shape[1:]
-                        together[name] = np.zeros(shape, batch.dtype)
+                        together[name] = np.resize(batch, shape)
                     together[name][filled : filled + size] = batch
                 filled += size
         return together

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jgraph.graph.device import device
 from jgraph.train.model.trees import Tree
-from jgraph.train.tables.row_step import Computed
+from jgraph.train.tables.row_step import Computed, RowStep
 
 
 @final
@@ -51,6 +51,7 @@ class BatchPieces:
         self,
         loss: Callable[..., Any],
         now: Tree,
+        by_rows: RowStep | None,
         batch: Any,
         count: Any,
         step: Any,
@@ -64,6 +65,7 @@ class BatchPieces:
         Args:
           loss: as ``Adapter.loss``.
           now: has the parameters and the model's state.
+          by_rows: has the tables whose ids are looked at; None: there are none.
           batch: the pieces, one after the other, and room for more.
           count: how many are there, int32, 1 or more.
           step: number of the step, int32.
@@ -73,6 +75,9 @@ class BatchPieces:
             pieces = jax.tree.map(
                 lambda x: x.reshape(self.most, -1, *x.shape[1:]), batch
             )
+            if by_rows is not None:
+                seeds = step * self.most + jnp.arange(self.most, dtype=jnp.int32)
+                pieces = by_rows.all_checked(pieces, replica, seeds)
 
             def of(number: Any) -> tuple[Any, Any, Any, Any]:
                 piece = jax.tree.map(

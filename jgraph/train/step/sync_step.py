@@ -69,7 +69,7 @@ class SyncStep:
         self._step = step
         self._batch = batch
         self._cut = cut
-        self._by_rows = None if cut is not None else step.row_step(batch)
+        self._by_rows = step.row_step(batch)
         tree = step.unflatten(list(step.variables))
         counts = {t.name: self._most(t) for t in self._tables}
         if (fragments := step.fragments) is not None:
@@ -274,7 +274,7 @@ class SyncStep:
                 )
             else:
                 computed = self._step.computed_in(
-                    self._cut, batch, pieces, step, replica
+                    *(self._cut, self._by_rows, batch, pieces, step, replica)
                 )
             if self._secure is not None:
                 contributed = self._secured(computed, mask)

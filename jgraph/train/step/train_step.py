@@ -492,19 +492,27 @@ class TrainStep:
         return Computed(loss, metrics, state, grads, rows, loss_of)
 
     def computed_in(
-        self, cut: BatchPieces, batch: Any, count: Any, step: Any, replica: Any
+        self,
+        cut: BatchPieces,
+        by_rows: RowStep | None,
+        batch: Any,
+        count: Any,
+        step: Any,
+        replica: Any,
     ) -> Computed:
         """Returns what a worker makes of its pieces, as sums; called inside a graph.
 
         Args:
           cut: how the batch is cut.
+          by_rows: from ``row_step`` of a piece; the ids of its tables are looked at.
           batch: the pieces, and room for more.
           count: how many pieces are there, int32.
           step: number of the step, int32.
           replica: number of the worker, int32.
         """
         now = self._read({})
-        return cut.computed(self.adapter.loss, now, batch, count, step, replica)
+        loss = self.adapter.loss
+        return cut.computed(loss, now, by_rows, batch, count, step, replica)
 
     def metric_types(self, batch: Any) -> tuple[Any, dict[str, Any]]:
         """Returns shape and dtype of the loss, and of each metric, on such batches."""

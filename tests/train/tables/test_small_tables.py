@@ -244,8 +244,14 @@ def tied(model: Any, batch: Any) -> Any:
 @pytest.mark.parametrize(("told", "sparse"), [(tied, "auto"), (loss, "off")])
 @pytest.mark.parametrize(
     "strategy",
-    [jg.Local(), jg.AsyncPS(), jg.SyncPS(), jg.LocalSGD(sync_every=2)],
-    ids=["local", "async", "sync", "rounds"],
+    [
+        jg.Local(),
+        jg.AsyncPS(),
+        jg.SyncPS(),
+        jg.SyncPS(batch_share="measured"),
+        jg.LocalSGD(sync_every=2),
+    ],
+    ids=["local", "async", "sync", "shares", "rounds"],
 )
 def test_an_id_without_a_row_of_a_table_that_travels_whole_is_refused(
     cluster: Cluster, strategy: Any, told: Any, sparse: Any
