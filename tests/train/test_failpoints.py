@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +98,9 @@ def test_a_disk_that_fails_at_a_step_of_a_save_loses_no_saved_step(
     with CheckpointWriter(tmp_path, keep=2) as writer:
         for step in (1, 2):
             writer.save(step, tree(step))
-        with armed(point, fail), pytest.raises((CheckpointError, OSError)):
+        is_saved = point.startswith("prune")  # what is to go may stay for now
+        told = nullcontext() if is_saved else pytest.raises(CheckpointError)
+        with armed(point, fail), told:
             writer.save(3, tree(3))
         assert newest_step(tmp_path) in (2, 3)
         check_kept(tmp_path, [1, 2], keep=2)

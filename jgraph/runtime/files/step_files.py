@@ -113,13 +113,21 @@ def begin_step(directory: Path) -> tuple[Path, Manifest]:
         )
     started = unfinished(directory / str(steps[-1]))
     started.mkdir()
+    try:
+        _fill_like(started, like, manifest)
+    except BaseException:
+        shutil.rmtree(started, ignore_errors=True)
+        raise
+    return started, manifest
+
+
+def _fill_like(started: Path, like: Path, manifest: Manifest) -> None:
     for path in like.iterdir():
         if path.name not in {FILE, PROOF} and not path.is_dir():
             _copy(path, started / path.name)
     for name, leaf in manifest.leaves.items():
         make_array(started, Slice.whole(directory_of(name), leaf.type, leaf.block_rows))
     make_item(started)
-    return started, manifest
 
 
 def make_item(step: Path) -> None:

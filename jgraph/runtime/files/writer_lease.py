@@ -153,9 +153,14 @@ class WriterLease:
         self._released.set()
         with self._lock:
             own, self._own = self._own, None
-            if own is not None and newest(self._directory) == own:
-                self._write(replace(own, released=True))
-                failpoint("lease.released")
+            try:
+                if own is not None and newest(self._directory) == own:
+                    self._write(replace(own, released=True))
+                    failpoint("lease.released")
+            except OSError as error:
+                _LOG.warning(
+                    "could not release the lease of %s: %s", self._directory, error
+                )
 
     def _renew_on(self) -> None:
         while not self._released.wait(self._lease_s / 3):

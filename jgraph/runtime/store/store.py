@@ -486,6 +486,7 @@ class VariableStore:
         container: str,
         tell: Callable[[str | RowsAre | HashSpec, Arrays], object],
         without: Collection[str] = (),
+        unless: Callable[[], bool] = lambda: False,
     ) -> None:
         """Tells of all that a container holds, at one moment.
 
@@ -498,6 +499,7 @@ class VariableStore:
             large one after the other, or with a hash table and its rows; see
             ``HashShard.state``.
           without: names of variables, and of hash tables, that it does not tell of.
+          unless: asked at that moment whether this is none to tell of anything.
         """
         with self._lock:
             found = {
@@ -511,6 +513,8 @@ class VariableStore:
                 if owner == container and shard.spec.name not in without
             ]
         with held([*found.values(), *tables]):
+            if unless():
+                return
             for name, entry in found.items():
                 for what, arrays in _told(name, entry.view()):
                     tell(what, arrays)

@@ -129,9 +129,8 @@ class WalThread:
         def tell(
             what: str | RowsAre | HashSpec, arrays: Sequence[np.ndarray[Any, Any]]
         ) -> None:
-            # Nothing changes meanwhile: so it is for all of them, or for none.
-            if not self.recorder.is_torn:
-                numbers.append(self.recorder.put(what, arrays, step))
+            numbers.append(self.recorder.put(what, arrays, step))
 
-        self._store.whole(self._container, tell, self._without)
+        is_torn = lambda: self.recorder.is_torn
+        self._store.whole(self._container, tell, self._without, is_torn)
         return numbers[0] if numbers else 0

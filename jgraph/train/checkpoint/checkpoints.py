@@ -10,7 +10,8 @@ import math
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -171,14 +172,8 @@ class CheckpointWriter:
         self._lease = WriterLease(self.directory)
 
     def __enter__(self) -> Self:
-        try:
+        with _writing(self.directory):
             self._lease.acquire()
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write checkpoints to {self.directory}: "
-                f"{error.strerror or error}; give a directory that you may write to",
-                path=str(self.directory),
-            ) from error
         clear_unfinished(self.directory)
         return self
 
@@ -207,22 +202,23 @@ class CheckpointWriter:
           CheckpointSpaceError: there is no room.
           CheckpointWriterError: another process has taken over.
         """
-        self._lease.check()
 
         def check() -> None:
             self._lease.check()
             if before_commit is not None:
                 before_commit()
 
-        path = checkpoint.save(
-            self.directory / str(step),
-            tree,
-            position,
-            overwrite=True,
-            generation=self._lease.generation,
-            before_commit=check,
-            evaluation=evaluation,
-        )
+        with _writing(self.directory):
+            self._lease.check()
+            path = checkpoint.save(
+                self.directory / str(step),
+                tree,
+                position,
+                overwrite=True,
+                generation=self._lease.generation,
+                before_commit=check,
+                evaluation=evaluation,
+            )
         if evaluation is not None:
             try:
                 mark_best(self.directory, step)
@@ -232,7 +228,10 @@ class CheckpointWriter:
                     f"{error.strerror}; the best step is not kept",
                     path=str(self.directory),
                 ) from error
-        self.prune()
+        try:
+            self.prune()
+        except OSError as error:  # the step is there all the same
+            _LOG.warning("could not delete steps of %s: %s", self.directory, error)
         return path
 
     def best(self, metric: str) -> float | None:
@@ -266,6 +265,19 @@ class CheckpointWriter:
             remove(path)
             failpoint("prune.removed")
         return going
+
+
+@contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    """Whatever the disk says about a directory of checkpoints is one error."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write checkpoints to {directory}: {error.strerror or error}; give "
+            "a directory that you may write to",
+            path=str(directory),
+        ) from error
 
 
 def put_aside_in(directory: Path) -> list[Path]:

@@ -99,3 +99,5 @@ def test_files_that_lead_elsewhere_are_not_copied(tmp_path: Path, kind: str) -> 
         path.hardlink_to(secret)
     with pytest.raises(OSError, match=r"symbolic links|is not a file"):
         begin_step(tmp_path / "run")
+    # A run that goes on asks again and again.
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["3"]

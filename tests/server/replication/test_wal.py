@@ -15,6 +15,7 @@ from hypothesis import given, strategies as st
 from jgraph.errors import CopyLostError, FencedError, JGError
 from jgraph.failpoints import armed
 from jgraph.graph.ir import TaskName
+from jgraph.graph.rows.hash_spec import Admission, Column, HashSpec
 from jgraph.plan.program.nodes import ValueType
 from jgraph.plan.program.program import StoredVariable
 from jgraph.plan.program.replay import NodeRan, Record
@@ -244,3 +245,27 @@ def test_log_begins_anew_when_it_has_grown(
     assert 1 < first <= last
     assert [record.number for record in records] == list(range(first, last + 1))
     assert records[-1].arrays[0].tolist() == [199] * 8
+
+
+def test_a_log_that_goes_on_within_an_update_leaves_hash_tables_as_they_are(
+    tmp_path: Path,
+) -> None:
+    """What is counted for admission is forgotten by those of a new log alone."""
+    store = VariableStore(TaskName("/job:ps/task:0"))
+    admission = Admission(sightings=2)
+    spec = HashSpec("ads", (Column("rows", 2),), 1 << 16, admission=admission)
+    shard = store.hash_table("", spec).shard
+    shard.lookup(np.array([5]))
+    shard.updated(np.array([5]))
+    thread = WalThread(
+        *(tmp_path, STREAM, "", store),
+        soon=lambda call: call(),
+        base=("", 0),
+        check_place=lambda: None,
+    )
+    thread.recorder.begins(frozenset({1, 2}))
+    thread.recorder.put(NodeRan(0, 1), [], ("step", 1), update=True)
+    before = shard.ends()
+    assert thread._tell(None) == 0
+    for now, then in zip(shard.ends(), before, strict=True):
+        np.testing.assert_array_equal(now, then)

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import stat
 import subprocess
 import sys
@@ -295,6 +296,21 @@ def test_training_goes_on_when_a_save_fails_and_the_second_is_loud(
     ]
     assert levels == ["WARNING", "ERROR"]
     assert steps_in(tmp_path) == [40, 50, 60]
+
+
+@pytest.mark.row(26)
+def test_training_goes_on_when_the_directory_of_its_steps_is_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, where = Source(), tmp_path / "run"
+    with Saver(Checkpoints(where, every=10), source, 0, in_process=True) as saving:
+        shutil.rmtree(where)
+        for source.step in (10, 20):
+            saving.note(source.step)
+        with pytest.raises(CheckpointError, match="to .*run: No such file"):
+            saving.finish()
+    told = [r.levelname for r in caplog.records if "No such file" in r.getMessage()]
+    assert told[:2] == ["WARNING", "ERROR"]
 
 
 @pytest.mark.parametrize("end", [Saver.finish, Saver.save], ids=["end", "at rest"])
