@@ -466,10 +466,8 @@ class LocalSteps:
 def _some(take: Callable[..., Any], carry: Any, batches: Any, steps: Any) -> Any:
     """Returns what the first of the steps come to: state, loss and metrics."""
     first = jax.tree.map(lambda x: x[0], batches)
-    sums = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype),
-        jax.eval_shape(take, carry, first)[1],
-    )
+    types = jax.eval_shape(take, carry, first)[1]
+    sums = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), types)
 
     def one(number: Any, so_far: Any) -> Any:
         carry, sums = so_far
@@ -477,13 +475,19 @@ def _some(take: Callable[..., Any], carry: Any, batches: Any, steps: Any) -> Any
         add = lambda total, value: total + value.astype(total.dtype)
         return carry, jax.tree.map(add, sums, results)
 
-    carry, (loss, metrics) = jax.lax.fori_loop(0, steps, one, (carry, sums))
+    carry, sums = jax.lax.fori_loop(0, steps, one, (carry, sums))
 
-    def mean(total: jax.Array) -> jax.Array:
+    def mean(total: jax.Array, type_: Any) -> jax.Array:
         inexact = jnp.issubdtype(total.dtype, jnp.inexact)
-        return total / steps.astype(total.dtype) if inexact else total
+        return (total / steps).astype(type_.dtype) if inexact else total
 
-    return carry, mean(loss), jax.tree.map(mean, metrics)
+    return carry, *jax.tree.map(mean, sums, types)
+
+
+def _wide(dtype: Any) -> Any:
+    """Returns the dtype in which values are summed: half types as float32."""
+    inexact = jnp.issubdtype(dtype, jnp.inexact)
+    return jnp.promote_types(dtype, jnp.float32) if inexact else dtype
 
 
 def _over_steps(values: jax.Array) -> jax.Array:
