@@ -40,11 +40,13 @@ BEST: Final = "best"
 """Links to the step that was evaluated as the best one."""
 ITEM: Final = "default"
 """Where ``CheckpointManager`` of Orbax looks for the only tree of a checkpoint."""
+_TOKEN: Final = r"(?=\d*[a-f])[0-9a-f]{8}"
+"""Is not the date of somebody's own copy."""
 _UNFINISHED: Final = re.compile(
-    r"\d+\.(new|old)-[0-9a-f]{8}(\..*)?|\d+\.going|\.jgraph_writer\..*"
+    rf"\d+\.(new|old)-{_TOKEN}(\..*)?|\d+\.going|\.jgraph_writer\..*"
 )
 """What a writer of jgraph leaves beside the steps if it is killed; also of a lease."""
-_OLD: Final = re.compile(r"(.+)\.old-[0-9a-f]{8}")
+_OLD: Final = re.compile(rf"(.+)\.old-{_TOKEN}")
 """The name of a checkpoint while another takes its place."""
 _ROOM: Final = 1 << 20
 _SYNCS: Final = 8
@@ -187,7 +189,7 @@ def put_in_place(step: Path, target: Path) -> None:
     check_replaceable(target)
     while True:
         if target.exists():
-            target.rename(f"{target}.old-{secrets.token_hex(4)}")
+            target.rename(f"{target}.old-{_token()}")
             failpoint("checkpoint.old_put_away")
         try:
             step.rename(target)
@@ -205,7 +207,11 @@ def put_in_place(step: Path, target: Path) -> None:
 
 def unfinished(target: Path) -> Path:
     """Returns a path beside a checkpoint, to write what will have its name."""
-    return target.with_name(f"{target.name}.new-{secrets.token_hex(4)}")
+    return target.with_name(f"{target.name}.new-{_token()}")
+
+
+def _token() -> str:
+    return f"{secrets.randbits(28):07x}{secrets.choice('abcdef')}"
 
 
 def check_replaceable(target: Path) -> None:
@@ -282,7 +288,7 @@ def best_in(directory: Path) -> int | None:
 
 def mark_best(directory: Path, step: int) -> None:
     """Makes a step of the directory the best one: a link to it."""
-    link = directory / f"{step}.new-{secrets.token_hex(4)}"
+    link = directory / f"{step}.new-{_token()}"
     link.symlink_to(str(step))
     link.replace(directory / BEST)
 

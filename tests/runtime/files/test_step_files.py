@@ -67,11 +67,12 @@ def test_a_step_that_is_replaced_is_there_before_and_after(
     with armed("checkpoint.old_put_away", fail), pytest.raises(OSError, match="a fail"):
         commit_step(made, Manifest(3, like.leaves), lambda: None, overwrite=True)
     assert [path.name for path in tmp_path.iterdir() if path.name == "3"] == []
-    (tmp_path / "4.old-2024").mkdir()  # the user's own
+    for name in ("4.old-2024", "3.old-20241231"):
+        (tmp_path / name).mkdir()  # the user's own
     assert steps_in(tmp_path) == [3]
     commit_step(made, Manifest(3, like.leaves), lambda: None, overwrite=True)
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["3", "4.old-2024"]
+    assert left == ["3", "3.old-20241231", "4.old-2024"]
     assert (tmp_path / "3" / "params.w").is_dir()  # which the first did not have
 
 

@@ -200,7 +200,7 @@ def test_plain_orbax_lists_and_reads_the_steps(tmp_path: Path) -> None:
 
 def test_what_a_writer_left_unfinished_is_removed_by_the_next(tmp_path: Path) -> None:
     filled(tmp_path, 1)
-    of_others = {"notes", f"2{TEMPORARY}", "4.old-2024"}
+    of_others = {"notes", f"2{TEMPORARY}", "4.old-2024", "4.old-20241231"}
     for name in (f"2.new-0123abcd{TEMPORARY}", "3.going", *of_others):
         (tmp_path / name / "inside").mkdir(parents=True)
     with CheckpointWriter(tmp_path):
