@@ -22,6 +22,7 @@ from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.table_codec import table_from
 from jgraph.runtime.files.blocks import Sums
+from jgraph.runtime.files.manifest import is_of_host
 from jgraph.runtime.files.shard_files import (
     FULL,
     check_slice,
@@ -180,7 +181,8 @@ def _each(
         ):
             sums = list(pool.map(lambda one: one(directory), do))
     except OSError as error:
-        kind = CheckpointSpaceError if error.errno in FULL else refused
+        kind = CheckpointError if is_of_host(error) else refused
+        kind = CheckpointSpaceError if error.errno in FULL else kind
         raise kind(
             f"{task} cannot use the files of the checkpoint in {body.directory}: "
             f"{error.strerror}",

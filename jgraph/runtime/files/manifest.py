@@ -5,7 +5,9 @@ Orbax keeps no checksum of array data: a flipped bit comes back as another numbe
 compares.
 """
 
+import errno
 import json
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,6 +30,11 @@ FILE: Final = "jgraph_manifest.json"
 PROOF: Final = "jgraph_proof"
 """A file with random bytes: in every checkpoint of jgraph, beside Orbax's files."""
 FORMAT: Final = 2
+_OF_HOST: Final = (
+    *(errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+    *(errno.ESTALE, errno.ETIMEDOUT),
+)
+"""What is wrong with a process, a host or a network, and not with files."""
 
 
 @final
@@ -192,7 +199,7 @@ def read_manifest(path: Path) -> Manifest:
         *(OSError, ValueError, KeyError, TypeError, AttributeError),
         RecursionError,
     ) as error:
-        raise damaged(path, f"{FILE} cannot be read ({error})", []) from error
+        raise unreadable(path, error, FILE) from error
 
 
 def is_ours(path: Path) -> bool:
@@ -230,6 +237,38 @@ def damaged(path: Path, what: str, leaves: list[str]) -> CheckpointCorruptError:
         path=str(path),
         leaves=leaves,
     )
+
+
+def unreadable(path: Path, error: Exception, what: str = "it") -> CheckpointError:
+    """Returns the error of a checkpoint that a library or the disk does not read.
+
+    It is damaged, unless it may be read elsewhere, or later.
+
+    Args:
+      path: of the checkpoint.
+      error: what was raised.
+      what: cannot be read.
+    """
+    why = f"{what} cannot be read ({type(error).__name__}: {str(error)[:200]})"
+    if not is_of_host(error):
+        return damaged(path, why, [])
+    return CheckpointError(
+        f"the checkpoint at {path} is not read here, and may be good: {why}; mend "
+        "that, or read it elsewhere",
+        path=str(path),
+    )
+
+
+def is_of_host(error: Exception) -> bool:
+    """Whether files cannot be read for a reason that is not in them.
+
+    Example:
+      >>> is_of_host(PermissionError(errno.EACCES, "Permission denied"))
+      True
+    """
+    # TensorStore tells of the disk by text alone.
+    texts = map(os.strerror, _OF_HOST)
+    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 
 def checksum(body: Mapping[str, Any]) -> int:

@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 
 from jgraph.errors import CheckpointError, CheckpointSpaceError, JGError
 from jgraph.failpoints import failpoint
-from jgraph.runtime.files.manifest import FILE, Leaf, Manifest, damaged, directory_of
+from jgraph.runtime.files.manifest import FILE, Leaf, Manifest, directory_of, unreadable
 from jgraph.runtime.files.step_files import (
     ITEM,
     TEMPORARY,
@@ -221,15 +221,14 @@ def _why_not(error: Exception, target: Path, nbytes: int) -> CheckpointError:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Whatever a library or the disk raises over damaged files is one error."""
+    """Whatever a library or the disk raises over files is an error of checkpoints."""
     expect_late_reads()
     try:
         yield
     except JGError:
         raise
     except Exception as error:
-        what = f"it cannot be read ({type(error).__name__}: {str(error)[:200]})"
-        raise damaged(path, what, []) from error
+        raise unreadable(path, error) from error
 
 
 def read_types(path: Path) -> Tree:

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import random
+import resource
 import shutil
 import stat
 import subprocess
@@ -49,6 +50,7 @@ from jgraph.train.checkpoint.checkpoints import (
     is_checkpoint,
     newest_good,
 )
+from jgraph.train.checkpoint.commit import reading
 from jgraph.train.checkpoint.saver import Saver, Snapshot
 from jgraph.train.evaluation.evaluations import Copy
 from jgraph.train.run.report import Report
@@ -163,6 +165,33 @@ def test_a_step_that_its_writer_deletes_meanwhile_is_not_called_damaged(
     step, manifest = newest_good(tmp_path, read)
     assert (step, manifest.step) == (2, 2)
     assert "JG-302" not in caplog.text
+
+
+@pytest.mark.bad_input_row(22)
+def test_a_step_that_cannot_be_read_here_is_not_called_damaged(tmp_path: Path) -> None:
+    """This process has no more files, or no memory."""
+    filled(tmp_path, 2)
+    checkpoint.verify(tmp_path / "2")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def read(path: Path) -> Any:
+        os.close(first := os.open(path, os.O_RDONLY))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (first, hard))
+        try:
+            return checkpoint.verify(path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    with pytest.raises(CheckpointError, match=r"may be good.*Too many open") as files:
+        newest_good(tmp_path, read)
+    with (
+        pytest.raises(CheckpointError, match="may be good") as memory,
+        reading(tmp_path),
+    ):
+        raise MemoryError
+    for caught in (files, memory):
+        assert not isinstance(caught.value, CheckpointCorruptError)
+    assert steps_in(tmp_path) == [1, 2]
 
 
 def test_a_directory_that_a_master_saves_to_is_one_of_steps(tmp_path: Path) -> None:
@@ -307,7 +336,7 @@ def test_training_goes_on_when_the_directory_of_its_steps_is_deleted(
         shutil.rmtree(where)
         for source.step in (10, 20):
             saving.note(source.step)
-        with pytest.raises(CheckpointError, match="to .*run: No such file"):
+        with pytest.raises(CheckpointError, match=r"to .*run: No such file"):
             saving.finish()
     told = [r.levelname for r in caplog.records if "No such file" in r.getMessage()]
     assert told[:2] == ["WARNING", "ERROR"]
