@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -15,14 +16,15 @@ from jgraph.plan.program.program import StoredVariable
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.transport import Frame
-from jgraph.runtime.files.manifest import FILE, Leaf, Manifest
-from jgraph.runtime.files.shard_files import make_proof
+from jgraph.runtime.files.blocks import Sums
+from jgraph.runtime.files.manifest import FILE, PROOF, Leaf, Manifest, read_manifest
+from jgraph.runtime.files.shard_files import Slice, check_slice, make_proof, proven
 from jgraph.runtime.files.writer_lease import newest
 from jgraph.runtime.store.store import VariableStore
 from jgraph.server.runs.journal import Journal
 from jgraph.server.runs.ps_setup import PsSetup
 from jgraph.server.runs.saving.checkpointer import STEP, RunCheckpointer, Saved
-from jgraph.server.runs.saving.state_source import MasterSaves
+from jgraph.server.runs.saving.state_source import MasterSaves, SavedState
 from jgraph.server.state_service import save_shards
 
 MASTER, PS = TaskName("/job:worker/task:0"), TaskName("/job:ps/task:0")
@@ -133,3 +135,19 @@ def saved_at_rest(directory: Path, ps: Ps) -> Saved | None:
         return found
 
     return asyncio.run(run())
+
+
+def restored(directory: Path) -> SavedState:
+    """Lets a master give its ps what is saved; the ps reads it, and keeps nothing."""
+
+    async def load(_: TaskName, path: Path) -> list[tuple[str, Sums]]:
+        leaf = read_manifest(path).leaves[STEP]
+        rows = Slice.whole(STEP, leaf.type, leaf.block_rows)
+        with proven(str(path), (path / PROOF).read_bytes()) as fd:
+            return [(STEP, check_slice(fd, rows))]
+
+    saver = SimpleNamespace(order=pb.RunSaves(directory=str(directory)))
+    setup = SimpleNamespace(tasks=[PS], load=load)
+    source = MasterSaves(cast("RunCheckpointer", saver), cast("PsSetup", setup))
+    lost = TaskLostError("gone", task=PS)
+    return asyncio.run(asyncio.wait_for(source.load(lost, 0), 20))

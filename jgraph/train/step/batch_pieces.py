@@ -73,7 +73,8 @@ class BatchPieces:
         """
         with device("/job:worker"):
             pieces = jax.tree.map(
-                lambda x: x.reshape(self.most, -1, *x.shape[1:]), batch
+                lambda x: x.reshape(self.most, x.shape[0] // self.most, *x.shape[1:]),
+                batch,
             )
             if by_rows is not None:
                 seeds = step * self.most + jnp.arange(self.most, dtype=jnp.int32)

@@ -418,7 +418,8 @@ class LocalSteps:
             batches = jax.tree.map(lambda x: x[0], round_batch["data"])
             count = jax.tree.leaves(batches)[0].shape[0]
             return batches, count, round_batch["round"]["examples"][0]
-        cut = lambda x: x.reshape(self.count, -1, *x.shape[1:])
+        # Not -1: a field may have no values.
+        cut = lambda x: x.reshape(self.count, x.shape[0] // self.count, *x.shape[1:])
         return jax.tree.map(cut, round_batch), self.count, None
 
     def metric_types(self, metrics: Mapping[str, Any]) -> dict[str, Any]:

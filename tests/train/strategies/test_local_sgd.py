@@ -208,6 +208,7 @@ def counting(model: Any, batch: Any) -> Any:
 def test_a_mean_over_the_steps_of_a_round_is_exact_whatever_the_dtype() -> None:
     """As a sum in bfloat16, a thousand losses of 1 are 256."""
     many, params = 1000, {"w": jnp.zeros(())}
+    batch = {"x": jnp.zeros(many), "of nothing": jnp.zeros((many, 0))}
     rule = LocalRule(optax.sgd(0.1), many, paced=True, inner_state="reset")
 
     def loss(params: Any, state: Any, batch: Any, seeds: Any) -> Any:
@@ -220,7 +221,7 @@ def test_a_mean_over_the_steps_of_a_round_is_exact_whatever_the_dtype() -> None:
         found = alone.computed(loss, lambda rows: now, batch, 0, 0, steps)
         return found.loss, found.metrics["three"]
 
-    value, three = jax.jit(means)(jnp.zeros(many), many)
+    value, three = jax.jit(means)(batch, many)
     assert (value.dtype, three.dtype) == (jnp.bfloat16, jnp.float16)
     assert (float(value), float(three)) == (1, 3)
 

@@ -136,13 +136,17 @@ class MasterSaves:
 
     async def newest(self) -> int | None:
         """See ``StateSource.newest``."""
+        return await self._newest_but(())
+
+    async def _newest_but(self, others: Collection[int]) -> int | None:
         steps = await asyncio.to_thread(our_steps, Path(self.directory))
-        return steps[-1] if steps else None
+        return max((step for step in steps if step not in others), default=None)
 
     async def load(self, error: JGError, first: int) -> SavedState:
         """See ``StateSource.load``."""
+        bad_steps: list[int] = []  # one that cannot be renamed is still there
         while True:
-            newest = await self.newest()
+            newest = await self._newest_but(bad_steps)
             if newest is None or newest < first:
                 why = "the checkpoints of this run are damaged"
                 raise hopeless(error, why, self.directory, newest)
@@ -156,8 +160,10 @@ class MasterSaves:
             except CheckpointError as damaged:
                 if not isinstance(damaged, CheckpointCorruptError):
                     raise
+                bad_steps.append(newest)
                 now = await asyncio.to_thread(put_aside, path)
-                _LOG.error("%s. It is now %s; the step before is used", damaged, now)
+                where = "stays where it is" if now == path else f"is now {now}"
+                _LOG.error("%s. It %s; the step before is used", damaged, where)
             else:
                 return SavedState(manifest.step, manifest.position)
 

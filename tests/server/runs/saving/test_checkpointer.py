@@ -16,7 +16,7 @@ from jgraph.runtime.files.shard_files import Slice, read_slice
 from jgraph.runtime.files.step_files import TEMPORARY, steps_in
 from jgraph.server.runs.saving.checkpointer import STEP
 from jgraph.train.checkpoint.checkpoints import CheckpointWriter
-from tests.support.saved_run import Ps, saved, saved_at_rest
+from tests.support.saved_run import Ps, restored, saved, saved_at_rest
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -133,6 +133,20 @@ def test_a_ps_that_dies_while_it_is_saved_before_it_ends_is_the_end_of_no_run(
     found = saved_at_rest(tmp_path, ps)
     assert (found is not None) == is_saved
     assert steps_in(tmp_path)[1:] == ([] if found is None else [int(found.path.name)])
+
+
+@pytest.mark.row(27)
+def test_a_damaged_step_that_stays_where_it_is_is_looked_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, Ps())
+    first, newest = steps_in(tmp_path)
+    (file,) = (tmp_path / str(newest) / directory_of(STEP)).glob("[!.]*")
+    file.write_bytes(bytes(file.stat().st_size))
+    (tmp_path / f"{newest}.corrupt").symlink_to("nowhere")  # so it gets no other name
+    found = restored(tmp_path)
+    assert found.step == first
+    assert f"{tmp_path / str(newest)} is damaged" in caplog.text
 
 
 @pytest.mark.row(26)
