@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from jgraph.errors import (
+    CheckpointCorruptError,
     CheckpointError,
     CheckpointForeignError,
     CheckpointSpaceError,
@@ -89,7 +90,7 @@ def is_whole(path: Path) -> bool:
 
 
 def begin_step(directory: Path) -> tuple[Path, Manifest]:
-    """Makes the files of a step like the newest one; their arrays have no content.
+    """Makes the files of a step like the newest good one; arrays have no content.
 
     Returns:
       Where they are, and what the other step holds.
@@ -99,11 +100,7 @@ def begin_step(directory: Path) -> tuple[Path, Manifest]:
       CheckpointSpaceError: there is no room.
       OSError: what the disk says.
     """
-    steps = our_steps(directory)
-    if not steps:
-        raise CheckpointError(f"there is no checkpoint in {directory} to be like")
-    like = directory / str(steps[-1])
-    manifest = read_manifest(like)
+    like, manifest = _newest_manifest(directory)
     free = shutil.disk_usage(directory).free
     if free < manifest.nbytes + _ROOM:
         raise CheckpointSpaceError(
@@ -113,7 +110,7 @@ def begin_step(directory: Path) -> tuple[Path, Manifest]:
             path=str(directory),
             needed=manifest.nbytes + _ROOM,
         )
-    started = unfinished(directory / str(steps[-1]))
+    started = unfinished(like)
     started.mkdir()
     try:
         _fill_like(started, like, manifest)
@@ -121,6 +118,16 @@ def begin_step(directory: Path) -> tuple[Path, Manifest]:
         shutil.rmtree(started, ignore_errors=True)
         raise
     return started, manifest
+
+
+def _newest_manifest(directory: Path) -> tuple[Path, Manifest]:
+    damaged = CheckpointError(f"there is no checkpoint in {directory} to be like")
+    for step in reversed(our_steps(directory)):
+        try:
+            return directory / str(step), read_manifest(directory / str(step))
+        except CheckpointCorruptError as error:
+            damaged = error
+    raise damaged
 
 
 def _fill_like(started: Path, like: Path, manifest: Manifest) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jgraph.errors import CheckpointError, CheckpointSpaceError
+from jgraph.errors import CheckpointCorruptError, CheckpointError, CheckpointSpaceError
 from jgraph.failpoints import armed, fail
 from jgraph.runtime.files import step_files
 from jgraph.runtime.files.manifest import FILE, Leaf, Manifest, read_manifest
@@ -74,6 +74,16 @@ def test_a_step_that_is_replaced_is_there_before_and_after(
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["3", "3.old-20241231", "4.old-2024"]
     assert (tmp_path / "3" / "params.w").is_dir()  # which the first did not have
+
+
+def test_a_run_is_saved_though_its_newest_step_is_damaged(tmp_path: Path) -> None:
+    step(tmp_path, 3)
+    (step(tmp_path, 4) / FILE).write_text("{")
+    made, like = begin_step(tmp_path)
+    assert (like.step, made.name.partition(".")[0]) == (3, "3")
+    (tmp_path / "3" / FILE).write_text("{")
+    with pytest.raises(CheckpointCorruptError, match=FILE):
+        begin_step(tmp_path)
 
 
 def test_nothing_is_made_without_a_step_or_room(
