@@ -167,7 +167,6 @@ def test_a_step_that_its_writer_deletes_meanwhile_is_not_called_damaged(
     assert "JG-302" not in caplog.text
 
 
-@pytest.mark.bad_input_row(22)
 def test_a_step_that_cannot_be_read_here_is_not_called_damaged(tmp_path: Path) -> None:
     """This process has no more files, or no memory."""
     filled(tmp_path, 2)
@@ -327,7 +326,6 @@ def test_training_goes_on_when_a_save_fails_and_the_second_is_loud(
     assert steps_in(tmp_path) == [40, 50, 60]
 
 
-@pytest.mark.row(26)
 def test_training_goes_on_when_the_directory_of_its_steps_is_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -135,7 +135,6 @@ def test_a_ps_that_dies_while_it_is_saved_before_it_ends_is_the_end_of_no_run(
     assert steps_in(tmp_path)[1:] == ([] if found is None else [int(found.path.name)])
 
 
-@pytest.mark.row(27)
 def test_a_damaged_step_that_stays_where_it_is_is_looked_at_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
