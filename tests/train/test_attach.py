@@ -193,15 +193,9 @@ def test_a_detached_run_is_at_its_master_when_fit_returns(
     assert run.wait(30).steps == 60
 
 
-@pytest.mark.parametrize(
-    ("strategy", "durability"),
-    [
-        pytest.param(AsyncPS, "replica", marks=pytest.mark.nightly),
-        pytest.param(AsyncPS, "log", marks=pytest.mark.nightly),
-        pytest.param(SyncPS, "replica", marks=pytest.mark.nightly),
-        (SyncPS, "log"),
-    ],
-)
+@pytest.mark.nightly  # smaller: the last one of this file
+@pytest.mark.parametrize("durability", ["replica", "log"])
+@pytest.mark.parametrize("strategy", [AsyncPS, SyncPS], ids=["async", "sync"])
 def test_who_attached_to_a_run_with_copies_goes_on_with_copies_of_its_own(
     strategy: Any,
     durability: str,

@@ -200,6 +200,7 @@ def model_of(cluster: Cluster) -> CostModel:
     return CostModel(speed, links, Link(1e-4, 1e9), {})
 
 
+@pytest.mark.nightly  # smaller: the next one
 @pytest.mark.parametrize(("latency_s", "there"), [(0.0, "workers"), (1e-3, "ps")])
 def test_auto_counts_the_messages_of_tasks_of_one_host(
     cluster: Cluster, latency_s: float, there: str

@@ -26,15 +26,16 @@ from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
 
 EXAMPLES, BATCH, ROWS = 6000, 2, 4
-NARROW: list[Strategy] = [
+OTHERS: list[Strategy] = [
+    AsyncPS(),
     AsyncPS(max_staleness=1, gradient_dtype="bfloat16"),
     SyncPS(gradient_dtype="int8"),
 ]
 each_strategy = pytest.mark.parametrize(
     "strategy",
     [
-        *(Local(), AsyncPS(), SyncPS()),
-        *(pytest.param(narrow, marks=pytest.mark.nightly) for narrow in NARROW),
+        *(Local(), SyncPS()),
+        *(pytest.param(other, marks=pytest.mark.nightly) for other in OTHERS),
     ],
     ids=lambda strategy: repr(strategy)[:30],
 )

@@ -240,7 +240,13 @@ def test_run_whose_newest_checkpoint_is_damaged_takes_the_one_before(
 @pytest.mark.procs
 @pytest.mark.parametrize(
     "stops",
-    ["before", pytest.param("after", marks=pytest.mark.nightly), "while it waits"],
+    [
+        "before",
+        *(
+            pytest.param(s, marks=pytest.mark.nightly)
+            for s in ("after", "while it waits")
+        ),
+    ],
 )
 @pytest.mark.parametrize(
     "strategy",

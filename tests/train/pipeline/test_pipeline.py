@@ -92,7 +92,11 @@ def test_a_step_is_that_of_the_model_in_one_piece(
 
 @pytest.mark.parametrize(
     ("name", "stages", "tasks"),
-    [("gpipe", 3, 3), ("1f1b", 3, 3), ("interleaved", 4, 2)],
+    [
+        pytest.param("gpipe", 3, 3, marks=pytest.mark.nightly),
+        ("1f1b", 3, 3),
+        ("interleaved", 4, 2),
+    ],
 )
 def test_every_task_runs_its_passes_in_the_order_of_the_schedule(
     name: Any, stages: int, tasks: int
@@ -125,6 +129,7 @@ def test_more_microbatches_are_more_segments_of_the_same_code() -> None:
     assert codes == [5, 5]
 
 
+@pytest.mark.nightly  # smaller: test_replicas.py, tests/train/test_in_graph.py
 def test_equal_stages_share_their_code() -> None:
     pipe = jg.Pipeline([layer] * 4, squares, microbatches=4)
     made, _ = planned(pipe, params_of(4, WIDTH), optax.sgd(0.5), *batch())

@@ -311,7 +311,9 @@ def test_tables_that_go_by_rows_leave_nothing_over(cluster: Cluster) -> None:
             AsyncPS(gradient_dtype="bfloat16", max_staleness=1),
             marks=pytest.mark.nightly,
         ),
-        AsyncPS(gradient_dtype="int8", max_staleness=1),
+        pytest.param(
+            AsyncPS(gradient_dtype="int8", max_staleness=1), marks=pytest.mark.nightly
+        ),
         pytest.param(SyncPS(gradient_dtype="int8"), marks=pytest.mark.nightly),
     ],
     ids=["bfloat16", "int8", "int8 in step"],

@@ -128,9 +128,8 @@ def test_without_a_slow_worker_shares_are_even_and_counts_are_those_of_a_batch(
     assert totals[0].max() > 1  # of a batch, not of a piece
 
 
-@pytest.mark.parametrize(
-    "dense", [pytest.param("ps", marks=pytest.mark.nightly), "workers"]
-)
+@pytest.mark.nightly  # smaller: the two before, test_dense_workers.py
+@pytest.mark.parametrize("dense", ["ps", "workers"])
 def test_compressed_and_owned_gradients_may_be_of_shares(
     cluster: Cluster, dense: Any
 ) -> None:

@@ -234,9 +234,8 @@ def test_training_goes_on_before_a_client_knows_where_the_variables_are(
 
 
 @pytest.mark.row(45)
-@pytest.mark.parametrize(
-    "staleness", [None, pytest.param(2, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly  # smaller: the one before, and tests/simulation/test_rescales.py
+@pytest.mark.parametrize("staleness", [None, 2])
 def test_each_batch_of_asynchronous_training_counts_once(
     cluster: Cluster, staleness: int | None
 ) -> None:

@@ -55,7 +55,11 @@ def test_a_gradient_is_one_update_older_and_counted_as_that(
     there.close()
 
 
-@pytest.mark.parametrize("detached", [False, True], ids=["fit", "detached"])
+@pytest.mark.parametrize(
+    "detached",
+    [False, pytest.param(True, marks=pytest.mark.nightly)],
+    ids=["fit", "detached"],
+)
 def test_a_run_makes_so_many_updates_and_each_batch_counts_once(
     two_by_two: Cluster, *, detached: bool
 ) -> None:

@@ -212,6 +212,7 @@ def test_model_state_is_averaged(cluster: Cluster) -> None:
     there.close()
 
 
+@pytest.mark.nightly  # smaller: test_sync_rows.py, and tests/simulation/test_sync.py
 @pytest.mark.row(11)
 def test_late_contributions_of_a_slow_worker_are_dropped_and_counted(
     cluster: Cluster,
@@ -339,7 +340,8 @@ def test_more_workers_than_there_are_is_refused(
         fit(trainer(cluster, strategy=SyncPS(**options)), 1)
 
 
-@pytest.mark.parametrize("readers", [None, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # smaller: tests/train/data/test_feeding.py
+@pytest.mark.parametrize("readers", [None, 1])
 def test_worker_that_leaves_does_not_stop_the_run(readers: int | None) -> None:
     servers = Servers(ps=2, worker=3)
     lost = "/job:worker/task:2"
