@@ -384,6 +384,19 @@ class Trainer:
         """Returns the model as it is now; see ``Run.model``."""
         return self._state.model_of(None)
 
+    def hyperparams(self) -> dict[str, float]:
+        """Returns the optimizer's hyperparameters; see ``Run.hyperparams``."""
+        return self._state.hyperparams()
+
+    @short_traceback
+    def set_hyperparams(self, **values: float) -> None:
+        """Sets some, of a run that goes on too; see ``Run.set_hyperparams``.
+
+        Raises:
+          ConfigError: as ``Run.set_hyperparams``.
+        """
+        self._state.set_hyperparams(values)
+
     def predictor(self) -> Predictor:
         """Returns the model as it is now as a function; ``jg.export`` takes it."""
         return self._state.predictor_of(None)

@@ -87,6 +87,12 @@ class Result(Protocol):
     def current_position(self) -> Position:
         """Returns where in the data the training is now."""
 
+    def hyperparams(self, values: Sequence[Any] | None = None) -> dict[str, float]:
+        """Returns those of these variable values; None: those of now."""
+
+    def set_hyperparams(self, values: Mapping[str, Any]) -> None:
+        """Sets some of now."""
+
     def evaluate_values(
         self,
         values: Sequence[Any] | None,
@@ -363,6 +369,41 @@ class Run:
           TooLargeError: a parameter is too large for this process.
         """
         return self._result.model_of(self._outcome.values)
+
+    @short_traceback
+    def hyperparams(self) -> dict[str, float]:
+        """Returns the hyperparameters that ``optax.inject_hyperparams`` keeps, by name.
+
+        Example:
+          ``run.hyperparams()["learning_rate"]`` is ``0.001``.
+        """
+        return self._result.hyperparams(self._outcome.values)
+
+    @short_traceback
+    def set_hyperparams(self, **values: float) -> None:
+        """Sets hyperparameters that ``optax.inject_hyperparams`` keeps, while it runs.
+
+        Each update is with the old value or the new one, on all tasks, and those that
+        begin when this has returned are with the new one. Checkpoints have it; a run
+        that goes back to an older one has the value of that.
+
+        Args:
+          **values: numbers by name. Of an optimizer in parts the name alone is that of
+            each; ``**{"generator/learning_rate": 1e-4}`` is that of one.
+
+        Raises:
+          ConfigError: there is no such one, a schedule sets it, it is no number, or the
+            run is over.
+
+        Example:
+          ``callbacks=lambda run, report: run.set_hyperparams(learning_rate=0.1 /
+          report.step)``.
+        """
+        if self._done.is_set():
+            raise ConfigError(
+                "the run is over; trainer.set_hyperparams(…) sets them for the next one"
+            )
+        self._result.set_hyperparams(values)
 
     def predictor(self) -> Predictor:
         """Returns the trained model as a function; ``jg.export`` takes it."""

@@ -1,7 +1,7 @@
 """Local state: the variables of a training run in this process."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -70,6 +70,18 @@ class LocalState:
         with self.lock:
             self.arrays = [jnp.array(v, copy=True) for v in values]
             self.position = position
+
+    def read(self, names: Sequence[str]) -> Mapping[str, Any]:
+        """See ``RunState.read``."""
+        with self.lock:
+            places = {name: self._step.names.index(name) for name in names}
+            return {name: _copy(self.arrays[at]) for name, at in places.items()}
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """See ``RunState.write``."""
+        with self.lock:
+            for name, value in values.items():
+                self.arrays[self._step.names.index(name)] = jnp.array(value, copy=True)
 
     def events(self) -> Events:
         """See ``RunState.events``: here are no hash tables."""

@@ -210,6 +210,30 @@ class RemoteState:
         with self.lock:
             self.session.write(mine)
 
+    def read(self, names: Sequence[str]) -> Mapping[str, Any]:
+        """See ``RunState.read``."""
+        self._check_open()
+        with self.lock:
+            self.initialize()
+            return self.session.read(
+                [v for v in self.step.variables if v.name in names]
+            )
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """See ``RunState.write``; a step of its own, as of any session."""
+        self._check_open()
+        if self.is_training and self.copies is not None:
+            raise ConfigError(
+                "copies and logs (durability=) have what the steps of a run change, "
+                f"and would not have {', '.join(values)}; set it before the run, or "
+                "give the optimizer a schedule"
+            )
+        variables = {v.name: v for v in self.step.variables}
+        with self.lock:
+            self.initialize()
+            self.session.write({variables[n]: value for n, value in values.items()})
+            self.is_initial = False
+
     def adopt(self, position: Position) -> None:
         """Takes the variables as they are: another client has made them."""
         with self.lock:

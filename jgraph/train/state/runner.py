@@ -193,6 +193,12 @@ class RunState(Protocol):
         Without a position it is that of training from the beginning for as many steps.
         """
 
+    def read(self, names: Sequence[str]) -> Mapping[str, Any]:
+        """Returns the values of some variables, by name."""
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Replaces the values of some, by name, between two updates of a run."""
+
     def events(self) -> Events:
         """Returns what happened in each shard of each hash table so far."""
 

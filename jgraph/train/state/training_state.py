@@ -5,6 +5,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, final
 
+import numpy as np
+
 from jgraph.cluster.wait_message import show_wait
 from jgraph.errors import DeadlineError
 from jgraph.serving.live.live_options import LiveOptions
@@ -18,6 +20,7 @@ from jgraph.train.parts import TrainerBuild
 from jgraph.train.run.members import RunMembers
 from jgraph.train.run.rounds import Rounds
 from jgraph.train.run.run import Predictor
+from jgraph.train.state.hyperparams import Hyperparams
 from jgraph.train.state.runner import Events, Position, Staleness
 
 LIVE_OPTIONS: Final = frozenset(field.name for field in fields(LiveOptions))
@@ -175,6 +178,21 @@ class TrainingState:
         return LiveSource(
             step, runner.state, parts.cluster, lambda: parts.build()[0].variables
         )
+
+    def hyperparams(self, values: Sequence[Any] | None = None) -> dict[str, float]:
+        """See ``Result.hyperparams``."""
+        step, runner, _ = self._parts.build()
+        names = Hyperparams(step.variables).names
+        if values is None:
+            found = runner.state.read([*names.values()]) if names else {}
+        else:
+            found = dict(zip(step.names, values, strict=True))
+        return {name: np.asarray(found[full]).tolist() for name, full in names.items()}
+
+    def set_hyperparams(self, values: Mapping[str, Any]) -> None:
+        """See ``Result.set_hyperparams``."""
+        step, runner, _ = self._parts.build()
+        runner.state.write(Hyperparams(step.variables).values(values))
 
     def load_values(self, values: Sequence[Any], position: Position) -> None:
         """See ``Result.load_values``."""
