@@ -14,6 +14,7 @@ called by a number finds all of it.
 """
 
 import errno
+import fcntl
 import hashlib
 import io
 import json
@@ -24,7 +25,7 @@ import shutil
 import stat
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -62,8 +63,10 @@ MAX_EXAMPLE_BYTES: Final = 1 << 30
 MAX_VERSION: Final = 2**63 - 1
 MODEL_NAME: Final = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z_.-]{0,127}")
 _NUMBER: Final = re.compile(r"[1-9][0-9]{0,18}")
+_DRAFT: Final = re.compile(r"\.new\.[0-9]+\.[0-9a-f]{8}\.tmp")
 _PLAIN: Final = re.compile(r"[^/\0]{1,200}(?:/[^/\0]{1,200})*")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_KEY: Final = re.compile(r"[\w.-]{1,80}")
 _ODD: Final = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
 
 
@@ -177,36 +180,75 @@ def write_version(
     """
     check_model_name(model.name)
     check_version(version)
-    draft = model / f".new.{os.getpid()}.{os.urandom(4).hex()}.tmp"
     try:
-        draft.mkdir(parents=True)
-        leaves = _write_arrays(draft / "arrays", arrays)
-        failpoint("export.arrays_written")
-        (draft / "programs").mkdir()
-        for digest, code in programs.items():
-            _write(draft / "programs" / digest, code)
-        _write(draft / "example.npz", _packed(examples))
-        whole = ModelManifest(
-            manifest.signatures,
-            leaves,
-            manifest.platforms,
-            manifest.source,
-            manifest.kind,
-        )
-        _write(draft / FILE, whole.to_json().encode())
-        for directory in (draft / "arrays", draft / "programs", draft):
-            _sync(directory)
-        failpoint("export.manifest_written")
-        number = _renamed(draft, model, version)
-        _sync(model)
-        failpoint("export.committed")
+        with draft_in(model) as draft:
+            leaves = _write_arrays(draft / "arrays", arrays)
+            failpoint("export.arrays_written")
+            (draft / "programs").mkdir()
+            for digest, code in programs.items():
+                _write(draft / "programs" / digest, code)
+            _write(draft / "example.npz", _packed(examples))
+            whole = ModelManifest(
+                manifest.signatures,
+                leaves,
+                manifest.platforms,
+                manifest.source,
+                manifest.kind,
+            )
+            _write(draft / FILE, whole.to_json().encode())
+            for directory in (draft / "arrays", draft / "programs", draft):
+                _sync(directory)
+            failpoint("export.manifest_written")
+            number = _renamed(draft, model, version)
+            _sync(model)
+            failpoint("export.committed")
     except OSError as error:
         raise ArtifactError(
             f"cannot write a version of {model}: {error.strerror or error}"
         ) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return number
+
+
+@contextmanager
+def draft_in(model: Path) -> Iterator[Path]:
+    """Gives a new directory beside the versions of a model; it is gone afterwards.
+
+    Its process has a lock on it. Drafts without one are of processes that were killed,
+    and are removed first.
+
+    Raises:
+      OSError: what the system says.
+    """
+    draft = model / f".new.{os.getpid()}.{os.urandom(4).hex()}.tmp"
+    model.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        with opened(model) as fd:
+            # Nobody sees a draft that is not locked yet.
+            locked = _lock(fd)
+            if locked:
+                _remove_drafts(model)
+            stack.callback(shutil.rmtree, draft, ignore_errors=True)
+            draft.mkdir()
+            _lock(stack.enter_context(opened(draft)))
+        yield draft
+
+
+def _remove_drafts(model: Path) -> None:
+    with os.scandir(model) as entries:
+        drafts = [model / one.name for one in entries if _DRAFT.fullmatch(one.name)]
+    for draft in drafts:
+        with suppress(OSError), opened(draft) as fd:
+            if _lock(fd, wait=False):
+                shutil.rmtree(draft, ignore_errors=True)
+
+
+def _lock(fd: int, *, wait: bool = True) -> bool:
+    """Locks an open directory; returns whether it did: not all file systems can."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
 
 
 def _renamed(draft: Path, model: Path, version: int | None) -> int:
@@ -281,7 +323,7 @@ def read_manifest(version: Path) -> ModelManifest:
     except OSError as error:
         raise damaged(version, FILE, error.strerror or str(error)) from error
     except _ODD as error:
-        raise damaged(version, FILE, str(error)) from error
+        raise damaged(version, FILE, _told(error)) from error
 
 
 def read_program(version: Path, digest: str) -> bytes:
@@ -516,7 +558,14 @@ def _naming(version: Path, file: str) -> Iterator[None]:
     except OSError as error:
         raise damaged(version, file, error.strerror or str(error)) from error
     except _ODD as error:
-        raise damaged(version, file, str(error)) from error
+        raise damaged(version, file, _told(error)) from error
+
+
+def _told(error: Exception) -> str:
+    """Returns what is wrong, in words also where only a key is missing."""
+    if isinstance(error, KeyError) and _KEY.fullmatch(key := str(error.args[0])):
+        return f"it has no '{key}'"
+    return str(error)
 
 
 def digest_of(code: bytes) -> str:

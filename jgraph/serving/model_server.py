@@ -122,7 +122,7 @@ class ModelServer:
         self._may_be_empty = may_be_empty
         self._cluster = cluster
         self._bind = bind
-        self._tls = tls and tuple(Path(path).expanduser() for path in tls)
+        self._tls = None if tls is None else _certificate_and_key(tls)
         self._watch_s = watch_s
         self._allow_control = allow_control
         self._max_message = max_message
@@ -549,6 +549,22 @@ def _token(source: str | Path | None) -> Token:
                 f"{token.path.with_name('other_token')}`, and name it with --token-file"
             )
     return token
+
+
+def _certificate_and_key(tls: object) -> tuple[Path, Path]:
+    """Returns the two files.
+
+    Raises:
+      ConfigError: it is something else, such as one path.
+    """
+    if isinstance(tls, tuple | list) and len(tls) == 2:
+        with suppress(TypeError):
+            certificate, key = (Path(path).expanduser() for path in tls)
+            return certificate, key
+    raise ConfigError(
+        f"tls is {tls!r:.80}; give the files of a certificate and of its key: "
+        "tls=('server.crt', 'server.key')"
+    )
 
 
 def _address(host: str, port: int) -> str:

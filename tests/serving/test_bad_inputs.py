@@ -142,6 +142,22 @@ def test_bad_manifests_are_refused_by_name(tmp_path: Path) -> None:
     read_manifest(version)
 
 
+@pytest.mark.parametrize("key", ["arrays", "signatures", "platforms"])
+def test_a_manifest_without_a_key_says_so(key: str, tmp_path: Path) -> None:
+    version = jg.export(lambda x: x + 1, np.zeros(2), tmp_path / "m").path
+    body = json.loads((version / FILE).read_text())
+    del body["crc32"], body[key]
+    (version / FILE).write_text(json.dumps({**body, "crc32": checksum(body)}))
+    with pytest.raises(ArtifactError, match=f"{FILE}: it has no '{key}'; export the"):
+        read_manifest(version)
+
+
+@pytest.mark.parametrize("tls", ["certs", ("server.crt",), ("server.crt", None)])
+def test_certificates_that_are_no_two_files_are_told(tls: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tls is .*; give .* tls=\('server\.crt', "):
+        jg.serve(tmp_path, tls=tls)
+
+
 @pytest.mark.parametrize(
     ("name", "instead"),
     [

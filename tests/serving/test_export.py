@@ -30,7 +30,7 @@ from jgraph.errors import (
 )
 from jgraph.failpoints import CRASHED
 from jgraph.runtime.files.manifest import checksum
-from jgraph.serving.artifact import FILE, ModelManifest, versions_in
+from jgraph.serving.artifact import FILE, ModelManifest, draft_in, versions_in
 from jgraph.serving.labels import read_labels, set_label
 from tests.support.exported import ROOT, half_plus_three, newest_python
 
@@ -429,6 +429,18 @@ def test_a_process_that_is_killed_leaves_a_whole_version_or_none(
     assert done.returncode == CRASHED
     assert versions_in(tmp_path / "half_plus_three") == versions
     assert half_plus_three(tmp_path).verify().version == len(versions) + 1
+    assert not [*(tmp_path / "half_plus_three").glob(".new.*")]
+
+
+def test_drafts_of_processes_that_were_killed_are_removed_and_no_others(
+    tmp_path: Path,
+) -> None:
+    of_others = tmp_path / ".new.of_others.tmp"
+    of_others.mkdir()
+    (tmp_path / ".new.99.0123abcd.tmp" / "arrays").mkdir(parents=True)
+    with draft_in(tmp_path) as one, draft_in(tmp_path) as another:
+        assert {*tmp_path.iterdir()} == {one, another, of_others}
+    assert [*tmp_path.iterdir()] == [of_others]
 
 
 @pytest.mark.slow

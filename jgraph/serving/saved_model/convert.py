@@ -18,6 +18,7 @@ import numpy as np
 from jgraph.errors import ArtifactError
 from jgraph.serving.artifact import (
     check_version,
+    draft_in,
     model_directory,
     read_arrays,
     read_program,
@@ -68,21 +69,14 @@ def write_saved_model(
         )
     python = _python(tensorflow)
     try:
-        where.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=".new.", suffix=".tmp", dir=where))
-    except OSError as error:
-        raise ArtifactError(f"cannot write {where}: {error.strerror}") from error
-    try:
-        with tempfile.TemporaryDirectory() as directory:
+        with draft_in(where) as draft, tempfile.TemporaryDirectory() as directory:
             parts = Path(directory)
             plan = _parts(model, parts)
             _run(python, parts, draft / "saved")
             _compare(model, plan, parts, rtol)
-        (draft / "saved").rename(where / str(number))
+            (draft / "saved").rename(where / str(number))
     except OSError as error:
         raise ArtifactError(f"cannot write {where}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return where / str(number)
 
 
