@@ -11,6 +11,11 @@ from jgraph.errors.user import ConfigError
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+_STEPS: Final = (
+    "the loss as a function of (model, batch), and trainer.fit(data, steps=…), which "
+    "makes the gradients and updates; a step of another form is a jg.function"
+)
+
 CLUSTER: Final[Mapping[str, str]] = {
     "attach": "trainer.attach(name); cluster.runs() has the names",
     "fit": "jg.Trainer(model, loss, tx, cluster=cluster).fit(data, steps=…)",
@@ -21,17 +26,52 @@ CLUSTER: Final[Mapping[str, str]] = {
     "submit": "trainer.fit(…, detached=True), or cluster.session().run(function, x)",
 }
 TRAINER: Final[Mapping[str, str]] = {
+    "apply_gradients": _STEPS,
     "compile": "jg.Trainer(model, loss, tx, metrics=…), which has all of it",
+    "cuda": "cluster=, whose tasks have the devices",
+    "eval": "trainer.evaluate(data); layers are in evaluation mode there",
+    "evaluate_generator": "trainer.evaluate(data); data may be a generator",
+    "fit_generator": "trainer.fit(data, steps=…); data may be a generator",
+    "get_weights": "trainer.model()",
     "history": "trainer.run.metrics('loss')",
+    "layers": "trainer.model()",
+    "learning_rate": "trainer.hyperparams()['learning_rate']",
+    "load": "trainer.restore(path)",
+    "load_model": "trainer.restore(path)",
+    "load_state_dict": "trainer.restore(path)",
     "load_weights": "trainer.restore(path)",
     "logs": "cluster.logs(task)",
+    "loss": "trainer.run.metrics('loss'), or trainer.evaluate(data)['loss']",
+    "lr": "trainer.hyperparams()['learning_rate']",
+    "metrics": "trainer.run.metrics('loss'), or trainer.evaluate(data)",
+    "metrics_names": "trainer.run.metric_names",
+    "opt_state": "trainer.save(path), which has it; trainer.names says what is in it",
+    "optimizer": "trainer.hyperparams(), or trainer.save(path), which has its state",
+    "parameters": "trainer.model()",
+    "params": "trainer.model()",
+    "predict_generator": "trainer.predict(x)",
+    "predict_on_batch": "trainer.predict(x)",
     "prepare": "jg.Trainer(model, loss, tx, cluster=cluster)",
+    "save_model": "trainer.save(path), or jg.export(trainer, x, path) to serve it",
     "save_weights": "trainer.save(path)",
+    "set_weights": "trainer.restore(path), or a new jg.Trainer of a model with them",
+    "state": "trainer.model(), or trainer.save(path), which has all of it",
+    "state_dict": "trainer.model(), or trainer.save(path)",
+    "step": _STEPS,
+    "steps": "trainer.run.steps",
     "stop": "trainer.run.stop()",
     "summary": "print(trainer.plan(data)), or nnx.display(model)",
     "test": "trainer.evaluate(data)",
+    "test_on_batch": "trainer.evaluate(data)",
+    "test_step": "Trainer(…, metrics=…), whose functions trainer.evaluate calls",
+    "to": "cluster=, whose tasks have the devices",
     "train": "trainer.fit(data, steps=…)",
+    "train_on_batch": "trainer.fit(batch, steps=1)",
+    "train_step": _STEPS,
+    "variables": "trainer.model(); trainer.names has the names of all variables",
     "wait": "trainer.run.wait()",
+    "weights": "trainer.model()",
+    "zero_grad": _STEPS,
 }
 RUN: Final[Mapping[str, str]] = {
     "attach": "trainer.attach(name); cluster.runs() has the names",

@@ -297,6 +297,13 @@ class _Known:
         return f"'{spec}' is not in this cluster, which has {', '.join(self._tasks)}"
 
     def advice(self, spec: DeviceSpec) -> str:
+        count = sum(spec.job == t.job for t in self._specs)
+        if count and spec.task is not None and spec.task >= count:
+            return (
+                f"start a cluster with {spec.task + 1} tasks of that job, or use the "
+                f"{count} that it has: other jg.device scopes, fewer stages of a "
+                "jg.Pipeline (or its tasks=), or fewer jg.towers"
+            )
         return (
             f"{did_you_mean(str(spec), self._tasks)}change the jg.device scope, or "
             "start a cluster with that task"

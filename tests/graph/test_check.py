@@ -159,6 +159,16 @@ def test_device_that_the_cluster_does_not_have_is_refused(where: str) -> None:
         check(graph, TASKS)
 
 
+def test_what_needs_more_tasks_than_there_are_says_how_many() -> None:
+    def step(x: jax.Array) -> Any:
+        with device("/job:worker/task:2"):
+            return jnp.sin(x)
+
+    message = r"a cluster with 3 tasks of that job, or use the 1 that .* jg\.Pipeline"
+    with pytest.raises(UnknownDeviceError, match=message):
+        check(trace(step, X)[0], TASKS)
+
+
 def test_variable_on_a_task_that_the_cluster_does_not_have_is_refused() -> None:
     w = Variable("w", X, device="/job:ps/task:7")
     with pytest.raises(UnknownDeviceError, match="variable 'w': '/job:ps/task:7'"):

@@ -200,9 +200,35 @@ def test_names_of_others_are_told_before_anything_starts(mistake: str) -> None:
         make()
 
 
-def test_methods_of_others_are_told() -> None:
-    with pytest.raises(AttributeError, match=r"write trainer\.fit\(data, steps=…\)"):
-        trainer().train  # noqa: B018
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("train", r"trainer\.fit\(data, steps=…\)"),
+        ("get_weights", r"trainer\.model\(\)"),
+        ("fit_generator", r"trainer\.fit\(data, steps=…\); data may be a generator"),
+        ("train_step", r"the loss as a function of \(model, batch\), and trainer\.fit"),
+        ("optimizer", r"trainer\.hyperparams\(\)"),
+        ("state_dict", r"trainer\.model\(\), or trainer\.save\(path\)"),
+    ],
+)
+def test_methods_of_others_are_told(name: str, instead: str) -> None:
+    with pytest.raises(AttributeError, match=f"'{name}': write {instead}"):
+        getattr(trainer(), name)
+
+
+def test_data_without_targets_is_given_as_keras_users_do() -> None:
+    seen: list[Any] = []
+
+    def of_inputs(model: Any, batch: Any) -> Any:
+        x, y = batch
+        seen.append(y)
+        return jnp.mean((model(x) - x) ** 2)
+
+    model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    given = jg.Trainer(model, of_inputs, optax.sgd(0.1))
+    given.fit((X, None), steps=2, batch_size=8, progress=False)
+    given.fit(iter([(X, None)]), steps=1, progress=False)
+    assert set(seen) == {None}
 
 
 def condition(model: Any, batch: Any) -> Any:

@@ -353,7 +353,7 @@ def as_dataset(
     check_keys(data, name)
     leaves, tree = jax.tree_util.tree_flatten_with_path(
         dict(data) if isinstance(data, Mapping) else data,
-        is_leaf=lambda v: not isinstance(v, dict | tuple) and v is not data,
+        is_leaf=lambda v: not isinstance(v, dict | tuple | None) and v is not data,
     )
     fields = {}
     for path, value in leaves:

@@ -115,8 +115,6 @@ def _array_of(value: Any, field: str) -> Array:
 
 
 def _not_an_array(value: Any, field: str, array: Array) -> str:
-    if value is None:
-        return f"{field} is None; leave it out"
     if array.dtype.kind == "O":
         name = type(value).__name__
         return f"{field} is a {name}, not an array; give an array of numbers"

@@ -150,7 +150,7 @@ def _plain(element: Any) -> Any:
 
 
 def _is_leaf(value: Any) -> bool:
-    return not isinstance(value, dict | tuple)
+    return not isinstance(value, dict | tuple | None)
 
 
 def _shown(element: Any) -> str:

@@ -6,6 +6,7 @@ method ``close`` is closed when the run ends.
 
 import math
 from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import final
 
 from jgraph.counts import check_flags, is_amount, is_count
@@ -173,7 +174,7 @@ class EarlyStopping:
         if self._metric not in metrics:
             raise ConfigError(
                 f"EarlyStopping waits for '{self._metric}', and the run has "
-                f"{', '.join(metrics)}"
+                f"{', '.join(metrics)}{_instead(self._metric, metrics)}"
             )
         value = metrics[self._metric]
         best = self._sign * math.inf if self.best is None else self.best
@@ -205,6 +206,15 @@ class EarlyStopping:
 
     def _repr_html_(self) -> str:
         return markup.lines(repr(self))
+
+
+def _instead(metric: str, known: Iterable[str]) -> str:
+    """Returns what to wait for; empty: nobody knows."""
+    if metric.startswith("val_"):
+        of_data = f"eval_{metric.removeprefix('val_')}"
+        return f"; write '{of_data}', a metric of eval_data=, with eval_every="
+    near = get_close_matches(metric, known, 1)
+    return f"; write '{near[0]}'" if near else ""
 
 
 def _count(name: str, value: int) -> int:

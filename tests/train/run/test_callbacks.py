@@ -124,6 +124,17 @@ def test_a_metric_that_is_not_there_is_named_with_those_that_are() -> None:
         fit(EarlyStopping("eval_acc"), eval_data=data(), eval_every=5)
 
 
+@pytest.mark.parametrize(
+    ("metric", "instead"),
+    [("val_loss", "write 'eval_loss', a metric of eval_data"), ("los", "write 'loss'")],
+)
+def test_a_metric_by_the_name_of_another_library_is_told_by_ours(
+    metric: str, instead: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"'{metric}', and the run has .*; {instead}"):
+        fed(EarlyStopping(metric), report(1, eval_loss=1.0))
+
+
 def test_a_callback_that_waits_for_its_own_run_is_told_that_it_would_for_ever() -> None:
     with pytest.raises(ConfigError, match=r"run\.wait\(\) would wait for itself"):
         fit(lambda run, report: run.wait(timeout_s=60))
