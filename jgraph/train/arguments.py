@@ -95,6 +95,11 @@ def check_model(model: Model, loss: Loss) -> None:
             "model is a Pipeline, and these train in a session: write "
             "train = pipe.step(params, tx), then session.run(train.train, x, y)"
         )
+    if hasattr(model, "apply_fn") and hasattr(model, "tx"):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; give what it is made of: "
+            "jg.Trainer(module, loss, state.tx, variables={'params': state.params})"
+        )
     if not (isinstance(model, nnx.Module | nn.Module) or callable(model)):
         raise ConfigError(
             f"model is a {type(model).__name__}; give a flax.nnx or flax.linen module"
@@ -109,7 +114,8 @@ def check_model(model: Model, loss: Loss) -> None:
         first, rng = ("params", "rng") if is_linen else ("model", "rngs")
         raise ConfigError(
             f"loss takes {len(names)} arguments; it is called as loss({first}, batch) "
-            f"or loss({first}, batch, {rng})"
+            f"or loss({first}, batch, {rng}); inputs and targets are one batch: "
+            "x, y = batch"
         )
 
 

@@ -216,6 +216,14 @@ def test_methods_of_others_are_told(name: str, instead: str) -> None:
         getattr(trainer(), name)
 
 
+def test_a_run_tells_what_its_results_are_called() -> None:
+    run = trainer().fit((X, Y), steps=1, batch_size=8, progress=False)
+    for name, instead in (("params", "run.model()"), ("step", "run.steps")):
+        with pytest.raises(AttributeError) as caught:
+            getattr(run, name)
+        assert str(caught.value).endswith(f"'{name}': write {instead}")
+
+
 def test_data_without_targets_is_given_as_keras_users_do() -> None:
     seen: list[Any] = []
 

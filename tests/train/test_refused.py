@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 
 from jgraph.errors import (
     CheckpointError,
@@ -87,7 +88,11 @@ def test_gradient_that_is_not_finite_is_named(
         ),
         ({"loss": 3}, "loss is not a function"),
         ({"loss": lambda model: 0}, "loss takes 1 arguments"),
-        ({"loss": lambda model, x, y: 0}, "loss takes 3 arguments"),
+        ({"loss": lambda model, x, y: 0}, "loss takes 3 arguments; .* x, y = batch"),
+        (
+            {"model": TrainState.create(apply_fn=None, params={}, tx=optax.sgd(1.0))},
+            r"model is a TrainState; .* state\.tx, variables={'params': state\.params}",
+        ),
         ({"tx": 1e-3}, "tx is a float"),
         ({"strategy": AsyncPS()}, "AsyncPS needs a cluster"),
         ({"strategy": "async"}, "strategy is 'async'"),

@@ -1,6 +1,6 @@
 """Fields of a batch: arrays of the types that JAX computes with; equal parts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -29,12 +29,14 @@ def as_array(
         where it is forbidden.
     """
     array = _array_of(value, field)
+    if array.dtype.kind == "O":
+        array = _of_rows(array, field)
     if array.ndim == 0 and (not single or array.dtype.kind == "O"):
         raise DataError(_not_an_array(value, field, array), field=field)
     if not _is_numeric(array.dtype):
         raise DataError(
             f"{field} has dtype {array.dtype}, which XLA does not know; give numbers "
-            "(for text: ids; for ragged rows: padded arrays)",
+            f"(for text: ids; for ragged rows: padded arrays){_no_numbers_in(value)}",
             field=field,
             dtype=str(array.dtype),
         )
@@ -77,8 +79,7 @@ def _check_table(table: Any, array: Array, field: str) -> None:
     if dtype.kind != "f":
         return
     exact = 2 ** (np.finfo(dtype).nmant + 1)
-    for name in table.columns:
-        column = np.asarray(table[name])
+    for name, column in _columns(table):
         if column.dtype.kind not in "iu" or not column.size:
             continue
         if max(int(column.max()), -int(column.min())) > exact:
@@ -88,6 +89,40 @@ def _check_table(table: Any, array: Array, field: str) -> None:
                 f"{{'x': df[[…]], '{name}': df['{name}']}}",
                 field=field,
             )
+
+
+def _columns(table: Any) -> Iterator[tuple[Any, Array]]:
+    """Yields the columns of a table: of pandas and polars, or of Arrow."""
+    for name in getattr(table, "column_names", table.columns):
+        yield name, np.asarray(table[name])
+
+
+def _no_numbers_in(value: Any) -> str:
+    """Returns what to do about columns of a table that are no numbers."""
+    if not hasattr(value, "columns"):
+        return ""
+    bad = [str(name) for name, one in _columns(value) if not _is_numeric(one.dtype)]
+    names = ", ".join(repr(name) for name in bad[:3])
+    return f"; of the table these are no numbers: {names}; give columns by name"
+
+
+def _of_rows(array: Array, field: str) -> Array:
+    """Makes one array of a column whose values are arrays, as Arrow and pandas do.
+
+    Raises:
+      DataError: they have different shapes.
+    """
+    if array.ndim != 1 or not all(isinstance(one, np.ndarray) for one in array):
+        return array
+    if shapes := sorted({one.shape for one in array})[:2]:
+        if len(shapes) > 1:
+            raise DataError(
+                f"{field} has arrays of the shapes {shapes[0]} and {shapes[1]}; pad "
+                "them to one shape",
+                field=field,
+            )
+        return np.stack([*array])
+    return array
 
 
 def _array_of(value: Any, field: str) -> Array:

@@ -291,7 +291,8 @@ class LinenAdapter:
         if "params" not in variables:
             raise ConfigError(
                 f"the variables of {type(self._module).__name__} have the collections "
-                f"{sorted(variables)}, none is 'params'; give what model.init returned"
+                f"{sorted(variables)}, none is 'params'; give what "
+                "model.init returned, or {'params': …} of the parameters alone"
             )
         return string_keys(variables.pop("params")), string_keys(variables)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from jgraph.errors import DataError
@@ -44,6 +45,25 @@ def test_fields_go_by_the_users_names(data: Any, names: list[str]) -> None:
     jax.tree.map(lambda a, b: None, batch, data)  # raises if structures differ
 
 
+NESTED = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(12.0)), 2)
+
+
+@pytest.mark.parametrize(
+    ("column", "shape"),
+    [
+        (pa.table({"a": [1.5, 2.5], "b": [1, 2]}), (2, 2)),
+        (pa.table({"x": NESTED})["x"], (6, 2)),
+        (NESTED, (6, 2)),
+        (pd.Series([np.zeros(3), np.ones(3)]), (2, 3)),
+    ],
+)
+def test_columns_of_arrow_and_of_arrays_are_arrays(
+    column: Any, shape: tuple[int, ...]
+) -> None:
+    (array,) = as_dataset((column,)).fields.values()
+    assert (array.shape, array.dtype) == (shape, np.float32)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -60,6 +80,9 @@ def test_fields_go_by_the_users_names(data: Any, names: list[str]) -> None:
         ((X, {1, 2}), r"data\[1\] is a set, not an array; give"),
         (({}, {}), "no field"),
         ({"x": np.array(["a", "b"])}, r"data\['x'\] has dtype <U1"),
+        (pd.DataFrame({"a": [1], "b": ["x"]}), "no numbers: 'b'; give columns by name"),
+        (pa.table({"a": [1], "b": ["x"]}), "no numbers: 'b'; give columns by name"),
+        ((pd.Series([X[0], X[0, :1]]),), r"the shapes \(1,\) and \(\d,\); pad them to"),
         ({"x": np.array([None, 1])}, r"data\['x'\] has dtype object"),
         (([[1, 2], [3]],), r"data\[0\] is not an array"),
         (
