@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -28,19 +29,22 @@ def jgraph(tmp_path: Path) -> Iterator[Shell]:
         shell("down")
 
 
-def test_cluster_goes_up_shows_itself_and_goes_down(jgraph: Shell) -> None:
+def test_cluster_goes_up_shows_itself_and_goes_down(
+    jgraph: Shell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = partial(jgraph.here, capsys)
     started = jgraph("up", "--ps", "1", "--workers", "1", "--json")
     assert started.returncode == 0, started.stderr
     facts = json.loads(started.stdout)
     assert sorted(facts["pids"]) == ["/job:ps/task:0", "/job:worker/task:0"]
 
-    again = jgraph("up")
+    again = here("up")
     assert (again.returncode, again.stderr[:6]) == (1, "JG-501")
-    shown = jgraph("status", "--json")
+    shown = here("status", "--json")
     assert [t["state"] for t in json.loads(shown.stdout)["tasks"]] == ["ready"] * 2
-    told = json.loads(jgraph("logs", "/job:ps/task:0", "--json").stdout)
+    told = json.loads(here("logs", "/job:ps/task:0", "--json").stdout)
     assert any("listens on" in line for line in told["lines"])
-    other = jgraph("logs", "/job:ps/task:7")
+    other = here("logs", "/job:ps/task:7")
     assert (other.returncode, other.stderr[:6]) == (1, "JG-221")
     follow = jgraph.start("logs", "/job:ps/task:0", "-f", "--tail", "1")
     assert follow.stdout is not None
@@ -79,15 +83,15 @@ def test_cluster_goes_up_shows_itself_and_goes_down(jgraph: Shell) -> None:
     follow.send_signal(signal.SIGINT)
     follow.communicate(timeout=20)
     assert follow.returncode == 0
-    drained = json.loads(jgraph("drain", "/job:ps/task:0", "--json").stdout)
+    drained = json.loads(here("drain", "/job:ps/task:0", "--json").stdout)
     assert drained["ended"]
     ended = jgraph("down")
     assert ended.returncode == 0
     assert "0 processes left" in ended.stdout
     assert not any(map(_runs, [facts["daemon"], *now.values()]))
-    again = jgraph("down")  # there is nothing to do
+    again = here("down")  # there is nothing to do
     assert (again.returncode, "nothing to stop" in again.stdout) == (0, True)
-    gone = jgraph("status", facts["target"])
+    gone = here("status", facts["target"])
     assert (gone.returncode, gone.stderr[:6]) == (3, "JG-101")
 
 

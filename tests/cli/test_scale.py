@@ -3,8 +3,10 @@
 import json
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import psutil
 import pytest
@@ -23,9 +25,17 @@ def jgraph(tmp_path: Path) -> Iterator[Shell]:
         shell("down")
 
 
-def workers(jgraph: Shell, *words: str) -> list[str]:
+Here: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def here(jgraph: Shell, capsys: pytest.CaptureFixture[str]) -> Here:
+    return partial(jgraph.here, capsys)
+
+
+def workers(here: Here, *words: str) -> list[str]:
     """Scales a cluster; returns its workers then."""
-    told = jgraph("scale", *words, "--json", "--timeout", "90")
+    told = here("scale", *words, "--json", "--timeout", "90")
     assert told.returncode == 0, told.stderr
     return [task.rpartition(":")[2] for task in json.loads(told.stdout)["workers"]]
 
@@ -43,7 +53,7 @@ def ended(server: subprocess.Popen[str]) -> int:
 
 
 def test_a_cluster_of_this_machine_has_more_workers_and_fewer(
-    jgraph: Shell, tmp_path: Path
+    jgraph: Shell, here: Here, tmp_path: Path
 ) -> None:
     started = jgraph("up", "--ps", "1", "--workers", "2", "--json")
     assert started.returncode == 0, started.stderr
@@ -54,24 +64,24 @@ def test_a_cluster_of_this_machine_has_more_workers_and_fewer(
         return dict(state["pids"])
 
     psutil.Process(pids()["/job:worker/task:1"]).kill()
-    assert workers(jgraph, "--workers", "1") == ["0"]
+    assert workers(here, "--workers", "1") == ["0"]
     # Nor is it started again: it has left.
     wait_until(lambda: "/job:worker/task:1" not in pids())
-    assert workers(jgraph, "--workers", "2") == ["0", "1"]
+    assert workers(here, "--workers", "2") == ["0", "1"]
     assert "/job:worker/task:1" in pids()
     more = jgraph.start("server", "--job", "worker", "--join", target, "--json")
     assert joined_as(more) == "/job:worker/task:2"
-    shown = json.loads(jgraph("status", "--json").stdout)
+    shown = json.loads(here("status", "--json").stdout)
     assert len(shown["tasks"]) == 4
     assert shown["arrangement"] == 4  # one was told to leave, and left, and two joined
-    assert workers(jgraph, target, "--workers", "-1") == ["0", "1"]
+    assert workers(here, target, "--workers", "-1") == ["0", "1"]
     assert ended(more) == 0
-    assert workers(jgraph, "--workers", "1") == ["0"]
-    moved = jgraph("scale", "--ps", "2", "--json", "--timeout", "90")
+    assert workers(here, "--workers", "1") == ["0"]
+    moved = here("scale", "--ps", "2", "--json", "--timeout", "90")
     assert json.loads(moved.stdout)["ps"] == ["/job:ps/task:0", "/job:ps/task:1"]
-    moved = jgraph("scale", "--ps", "-1", "--timeout", "90")
+    moved = here("scale", "--ps", "-1", "--timeout", "90")
     assert moved.stdout.startswith("1 ps after"), moved.stderr
-    refused = jgraph("scale", target, "--workers", "3")
+    refused = here("scale", target, "--workers", "3")
     assert refused.returncode == 1
     assert refused.stderr.startswith("JG-144")
     assert f"--join {target}" in refused.stderr
@@ -95,9 +105,9 @@ def test_one_that_joins_ends_when_it_is_told_to_and_has_left_then(
 
 
 def test_certificates_of_workers_that_may_join_are_made_with_the_others(
-    jgraph: Shell, tmp_path: Path
+    here: Here, tmp_path: Path
 ) -> None:
-    made = jgraph(
+    made = here(
         *("certs", str(tmp_path / "made"), "--ps", "1", "--workers", "2"),
         *("--spare", "2", "--json"),
     )

@@ -23,6 +23,7 @@ from jgraph.dashboard.journaled_board import ReplayedBoard
 from jgraph.dashboard.poll import Poller
 from jgraph.errors import ConfigError, JGError, TaskLostError
 from jgraph.rpc.transport import Frame
+from tests.support.servers import connected
 
 pytestmark = [pytest.mark.slow, pytest.mark.procs]
 
@@ -160,7 +161,7 @@ def test_a_run_is_followed_again_after_its_connection_was_lost() -> None:
     data["y"] = data["x"].sum(1)
     facts: list[Fact] = []
     with (
-        jg.LocalCluster(ps=1, workers=1) as cluster,
+        connected(ps=1, worker=1) as cluster,
         inspecting(cluster.target) as visit,
     ):
         poller = Poller(cast(Any, Cut(visit)), facts.append, WallClock(), 0.1)

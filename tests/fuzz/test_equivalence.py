@@ -22,6 +22,7 @@ def everything(tasks: int, turn: int) -> Recipe:
     )
 
 
+LARGE = {"everything, each instruction on another task"}
 # Cases that were wrong once come here, as they were found.
 KEPT = {
     "everything on one task": everything(1, 0),
@@ -44,7 +45,13 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in LARGE else ())
+        for name in KEPT
+    ],
+)
 def test_a_kept_case_computes_what_jax_computes_alone(name: str) -> None:
     check(KEPT[name])
 

@@ -1047,10 +1047,7 @@ BUGS: Final = {
         "tests/serving/test_export.py::test_code_is_not_parsed_before_its_digest_fits",
     ),
 }
-QUICK: Final = (
-    "the batches of a lost worker are forgotten",
-    "what is on its way is not kept",
-)
+QUICK: Final = ("what is on its way is not kept",)
 
 
 def run_with(bug: Bug, where: Path) -> subprocess.CompletedProcess[str]:

@@ -51,7 +51,7 @@ def sizes(server: GrpcTransport) -> Counter[str]:
 
 @pytest.mark.parametrize(
     "clients",
-    [40, pytest.param(5000, marks=[pytest.mark.nightly, pytest.mark.timeout(900)])],
+    [12, pytest.param(5000, marks=[pytest.mark.nightly, pytest.mark.timeout(900)])],
 )
 @pytest.mark.parametrize(
     "near", ["auto", pytest.param("off", marks=pytest.mark.nightly)]

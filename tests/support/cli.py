@@ -40,6 +40,16 @@ class Shell:
             check=False,
         )
 
+    def here(
+        self, capsys: pytest.CaptureFixture[str], *args: str
+    ) -> subprocess.CompletedProcess[str]:
+        """The same in this process, which need not import everything again."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("JGRAPH_HOME", self.environment["JGRAPH_HOME"])
+            patch.delenv("JGRAPH_TOKEN_FILE", raising=False)
+            code, out, err = run(capsys, *args)
+        return subprocess.CompletedProcess(args, code, out, err)
+
     def start(self, *args: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [*self.command, *args],

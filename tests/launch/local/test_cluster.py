@@ -136,7 +136,9 @@ def test_killed_worker_is_named_by_the_loop_that_it_ran() -> None:
 
 
 def test_closing_leaves_no_process_and_says_so_afterwards() -> None:
-    cluster = LocalCluster(ps=0, workers=1)
+    whole: Any = np.int64  # a number of NumPy is one, too
+    cluster = LocalCluster(ps=whole(0), workers=whole(1))
+    assert cluster.tasks() == ["/job:worker/task:0"]
     processes = [psutil.Process(cluster.pid(task)) for task in cluster.tasks()]
     cluster.close()
     _, alive = psutil.wait_procs(processes, timeout=5)
@@ -237,9 +239,6 @@ def test_counts_that_are_no_whole_numbers_are_refused() -> None:
         LocalCluster(ps="2")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="not -1 ps, 1 worker"):
         LocalCluster(ps=-1, workers=1)
-    whole: Any = np.int64
-    with LocalCluster(ps=whole(1), workers=whole(0)) as cluster:
-        assert cluster.tasks() == ["/job:ps/task:0"]
 
 
 # For the children: none takes the cluster's description until the test closes its door.
