@@ -45,7 +45,10 @@ from tests.support.programs import (
 )
 from tests.support.scattered import scattered, traced
 
-LARGE = {"lstm_momentum", "mlp_lamb", "mlp_adamw_schedule", "resnet_block_sgd"}
+LARGE = {
+    *("lstm_momentum", "transformer_momentum", "resnet_block_sgd"),
+    *("mlp_lamb", "mlp_adamw_schedule", "mlp_sgd"),
+}
 """Models that compile for long, and like which another one is."""
 GOLDEN = pathlib.Path(__file__).parent / "testdata" / "plan.txt"
 

@@ -72,7 +72,7 @@ class LosingMasters:
 @pytest.mark.parametrize(
     "strategy",
     [
-        AsyncPS(durability="replica"),
+        pytest.param(AsyncPS(durability="replica"), marks=pytest.mark.nightly),
         pytest.param(SyncPS(durability="replica"), marks=pytest.mark.nightly),
     ],
     ids=["async", "sync"],
