@@ -64,6 +64,18 @@ def writing(variables: int) -> Graph:
     return trace(step, jnp.ones(4), variables=written)[0]
 
 
+def alternating(operations: int) -> Graph:
+    """Returns a step whose operations are on two tasks by turns."""
+
+    def step(x: Any) -> Any:
+        for n in range(operations):
+            with jg.device(TASKS[n % 2]):
+                x = jnp.tanh(x)
+        return x
+
+    return trace(step, jnp.ones(4))[0]
+
+
 def calls_of_planning(graph: Graph) -> int:
     """Returns how many functions planning calls, those of C among them."""
     calls = 0
@@ -87,6 +99,11 @@ def test_planning_takes_as_many_calls_for_each_of_many_variables_as_of_few(
     plan(make(few), tasks=TASKS, driver=DRIVER)  # JAX fills its caches
     calls = [calls_of_planning(make(n)) for n in (few, 4 * few)]
     assert calls[1] < 1.05 * 4 * calls[0]
+
+
+def test_planning_of_many_segments_looks_at_each_two_of_them_at_most() -> None:
+    calls = [calls_of_planning(alternating(n)) for n in (100, 200)]
+    assert calls[1] < 4 * calls[0]
 
 
 def test_planning_traces_nothing_for_each_variable(

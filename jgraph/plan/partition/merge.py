@@ -89,15 +89,33 @@ def merge(
     still have an order in which they can run.
     """
     alive = dict.fromkeys(range(len(keys)))
+    after = _after(successors)
     changed = True
     while changed:
         changed = False
         for first, then in _candidates(keys, alive):
-            if first in alive and then in alive and _can_merge(first, then, successors):
-                _absorb(first, then, members, successors)
+            if (
+                first in alive
+                and then in alive
+                and _can_merge(first, then, successors, after)
+            ):
+                _absorb(first, then, members, successors, after)
                 del alive[then]
                 changed = True
     return [(keys[n][0], keys[n][1], members[n]) for n in alive]
+
+
+def _after(successors: list[set[int]]) -> list[int]:
+    """Returns the clusters that a path leads to from each, as the bits of a number."""
+    before: dict[int, list[int]] = {n: [] for n in range(len(successors))}
+    for n, found in enumerate(successors):
+        for then in found:
+            before[then].append(n)
+    after = [0] * len(successors)
+    for n in reversed(topological(before)):
+        for then in successors[n]:
+            after[n] |= after[then] | 1 << then
+    return after
 
 
 def _candidates(
@@ -116,28 +134,29 @@ def _candidates(
     return sorted(pairs, key=lambda p: (keys[p[0]][2] - keys[p[1]][2], p))
 
 
-def _can_merge(first: int, then: int, successors: list[set[int]]) -> bool:
+def _can_merge(
+    first: int, then: int, successors: list[set[int]], after: list[int]
+) -> bool:
     return not (
-        _path_through_third(first, then, successors)
-        or _path_through_third(then, first, successors)
+        _path_through_third(first, then, successors, after)
+        or _path_through_third(then, first, successors, after)
     )
 
 
-def _path_through_third(start: int, end: int, successors: list[set[int]]) -> bool:
-    todo = [s for s in successors[start] if s != end]
-    seen = set(todo)
-    while todo:
-        for s in successors[todo.pop()]:
-            if s == end:
-                return True
-            if s not in seen:
-                seen.add(s)
-                todo.append(s)
-    return False
+def _path_through_third(
+    start: int, end: int, successors: list[set[int]], after: list[int]
+) -> bool:
+    if not after[start] >> end & 1:
+        return False
+    return any(after[s] >> end & 1 for s in successors[start] if s != end)
 
 
 def _absorb(
-    first: int, then: int, members: list[set[int]], successors: list[set[int]]
+    first: int,
+    then: int,
+    members: list[set[int]],
+    successors: list[set[int]],
+    after: list[int],
 ) -> None:
     members[first] |= members[then]
     successors[first] |= successors[then]
@@ -147,3 +166,9 @@ def _absorb(
             found.discard(then)
             found.add(first)
     successors[then] = set()
+    both = 1 << first | 1 << then
+    after[first] = (after[first] | after[then]) & ~both
+    after[then] = 0
+    for n, found_after in enumerate(after):
+        if found_after & both:
+            after[n] = (found_after | after[first] | 1 << first) & ~(1 << then)
