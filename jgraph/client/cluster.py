@@ -384,7 +384,7 @@ class Cluster(Connection):
         """
         return wait_for_tasks(self, timeout_s, stop or threading.Event())
 
-    def let_go(self, session: "Session") -> None:
+    def let_go(self, session: object) -> None:
         """Leaves a session's programs on the tasks at the end: a run needs them."""
         self._sessions = [one for one in self._sessions if one is not session]
 

@@ -134,6 +134,9 @@ class Connection:
     def check_startable(self) -> None:
         """Raises ``TaskMissingError`` for a lost task that nobody starts again."""
 
+    def let_go(self, session: object) -> None:
+        """Leaves a session's programs on the tasks at the end, if it has any."""
+
     def call(
         self,
         method: str,

@@ -13,8 +13,15 @@ from jgraph.errors import FeedError, NonFiniteError
 from jgraph.graph.graph import Graph
 from jgraph.graph.ir import Feed
 from jgraph.graph.sizes import symbols_of
+from jgraph.graph.tracing.feeds import check_mask
 from jgraph.graph.variable import KINDS
-from jgraph.plan.program.types import from_plain, is_key, num_elements, to_plain
+from jgraph.plan.program.types import (
+    from_plain,
+    is_key,
+    is_plain,
+    num_elements,
+    to_plain,
+)
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -56,6 +63,7 @@ def leaf_arrays(
     Feeds beyond the arguments (tapped values) are in ``by_name``.
     """
     names = [feed.name for feed in graph.feeds]
+    check_by_name(by_name)
     for name in by_name:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
@@ -84,6 +92,19 @@ def leaf_arrays(
     return arrays
 
 
+def check_by_name(feeds: object) -> None:
+    """Refuses feeds that are not by name.
+
+    Raises:
+      FeedError: it is no mapping of names.
+    """
+    names = list(feeds) if isinstance(feeds, Mapping) else [None]
+    if not all(isinstance(name, str) for name in names):
+        raise FeedError(
+            f"feeds is {feeds!r:.60}; give arrays by name, feeds={{'x': array}}"
+        )
+
+
 def plain_feeds(graph: Graph) -> Callable[[Sequence[Any]], bool]:
     """Returns what tells whether leaves are the feeds of a graph just as they are.
 
@@ -109,7 +130,7 @@ def as_result(graph: Graph, arrays: Sequence[Array]) -> Any:
     """Returns the fetched arrays in the structure that the function returned."""
     avals = [v.aval for v in graph.jaxpr.outvars]
     leaves = [
-        from_plain(a, aval) if is_key(aval) else a
+        a if is_plain(aval) else from_plain(a, aval)
         for a, aval in zip(arrays, avals, strict=True)
     ]
     return jax.tree_util.tree_unflatten(graph.out_tree, leaves)
@@ -118,6 +139,7 @@ def as_result(graph: Graph, arrays: Sequence[Array]) -> Any:
 def _plain(graph: Graph, feed: Feed, value: Any) -> Array:
     """Returns a value in its feed's type, converted where JAX would lose nothing."""
     aval = feed.aval
+    check_mask(value, feed.name, graph.name)
     if (
         isinstance(value, np.ndarray | np.generic)
         and value.dtype == aval.dtype
@@ -158,13 +180,14 @@ def _key_data(graph: Graph, feed: Feed, value: Any) -> Array:
 def _as_array(graph: Graph, feed: Feed, value: Any) -> Array:
     try:
         array = np.asarray(value)
-        jax.dtypes.canonicalize_dtype(array.dtype)
-    except (TypeError, ValueError):  # text, objects, lists of several lengths
+    except (TypeError, ValueError):  # lists of several lengths, traced values
+        array = np.asarray(None)
+    if array.dtype.kind != "b" and not jnp.issubdtype(array.dtype, np.number):
         raise FeedError(
             f"argument {feed.name} of '{graph.name}' is {value!r:.60}, which is no "
             "array of numbers; give one, for example with np.array",
             feed=feed.name,
-        ) from None
+        )
     return array
 
 

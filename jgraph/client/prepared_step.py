@@ -31,7 +31,7 @@ from jgraph.graph.tracing.taps import feed_taps
 from jgraph.graph.variable import Variable
 from jgraph.plan.plan import Plan
 from jgraph.plan.program.program import Program
-from jgraph.plan.program.types import is_key, value_type
+from jgraph.plan.program.types import is_plain, value_type
 from jgraph.view import markup
 
 Targets: TypeAlias = Iterable[Variable | str] | None
@@ -72,8 +72,8 @@ class PreparedStep:
     __slots__ = (
         "_fits",
         "_graph",
-        "_has_keys",
         "_is_flat",
+        "_is_plain",
         "_programs",
         "_registration",
         "_tree",
@@ -95,7 +95,7 @@ class PreparedStep:
         self.recent_s: deque[float] = deque(maxlen=_RECENT)
         self._graph = graph
         self._registration = registration
-        self._has_keys = any(is_key(v.aval) for v in graph.jaxpr.outvars)
+        self._is_plain = all(is_plain(v.aval) for v in graph.jaxpr.outvars)
         self._programs = programs
         self._tree = tree
         self._fits = plain_feeds(graph)
@@ -126,7 +126,7 @@ class PreparedStep:
                 f"structure {self._tree}, and these are {tree}; make another callable "
                 "for them"
             )
-        return self.run(leaves, feeds or {}, self.timeout_s)
+        return self.run(leaves, {} if feeds is None else feeds, self.timeout_s)
 
     def run(
         self,
@@ -148,7 +148,7 @@ class PreparedStep:
             start_s = _clock.now()
             results = self._programs.run(handle.name, arrays, timeout_s)
             self.recent_s.append(_clock.now() - start_s)
-        if not self._has_keys:
+        if self._is_plain:
             return jax.tree_util.tree_unflatten(self._graph.out_tree, results)
         return as_result(self._graph, results)
 
@@ -362,7 +362,7 @@ class Steps:
             args, kwargs = function.positional(args, kwargs)
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
         target_keys = None if targets is None else _targets(targets, self._container)
-        request = repr(fetches), tuple(sorted(feeds)), target_keys
+        request = repr(fetches), _names(feeds), target_keys
         kinds = tuple(map(_kind, leaves))
         key = tree, kinds, request, current_device(), trace_settings()
         function_steps = self._by_function.get(function)
@@ -491,10 +491,21 @@ def _targets(targets: object, container: str) -> frozenset[str | VariableKey]:
     return frozenset(keys)
 
 
+def _names(feeds: object) -> tuple[str, ...]:
+    entries = list(feeds) if isinstance(feeds, Iterable) else [feeds]
+    names = [name for name in entries if isinstance(name, str)]
+    if isinstance(feeds, str) or len(names) < len(entries):
+        raise FeedError(
+            f"feeds of a callable is {feeds!r:.60}; give names, feeds=['x'], and the "
+            "arrays when you call it"
+        )
+    return tuple(sorted(names))
+
+
 def _kind(leaf: Any) -> Any:
     """Returns what a trace depends on of an argument."""
     dtype = getattr(leaf, "dtype", None)
-    if dtype is None:
+    if dtype is None or isinstance(leaf, type):
         return type(leaf)
     return tuple(leaf.shape), dtype, getattr(leaf, "weak_type", False)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 import numpy as np
 
 from jgraph.client.connection import Connection
+from jgraph.client.feeding import check_by_name
 from jgraph.client.prepared_step import PreparedStep, Steps, Targets, in_container
 from jgraph.client.programs import STEP_S, Programs
 from jgraph.client.runs.loops import LoopHandle
@@ -17,7 +18,7 @@ from jgraph.cluster.deadlines import bulk_timeout_s
 from jgraph.cluster.loop_messages import LoopRequest
 from jgraph.cluster.options import check_options, check_platforms
 from jgraph.coordination.step.run_metadata import RunMetadata
-from jgraph.counts import check_flags
+from jgraph.counts import check_flags, is_duration
 from jgraph.errors import ConfigError
 from jgraph.errors.tracebacks import short_traceback
 from jgraph.graph.ir import TaskName, VariableKey, VariableSpec
@@ -81,6 +82,10 @@ class Session:
     ) -> None:
         check_flags(soft_placement=soft_placement)
         check_platforms(platforms)
+        if not isinstance(container, str):
+            raise ConfigError(
+                f"container is {container!r:.60}; give a name, or leave it out"
+            )
         if placement is not None and not hasattr(placement, "planner"):
             raise ConfigError(
                 f"placement is {placement!r:.60}; give what jg.auto(cluster) returns"
@@ -163,7 +168,8 @@ class Session:
         }
         check_options(function, len(args), options)
         check_flags(check_finite=check_finite, trace=trace)
-        feeds = feeds or {}
+        feeds = {} if feeds is None else feeds
+        check_by_name(feeds)
         step, leaves = self._steps.prepare(
             function, args, kwargs, fetches=fetches, feeds=feeds, targets=targets
         )
@@ -368,6 +374,7 @@ class Session:
             return
         self._closed = True
         self._steps.clear()
+        self._cluster.let_go(self)
 
     def __enter__(self) -> Self:
         return self
@@ -400,9 +407,9 @@ class Session:
             )
 
 
-def _check_timeout(timeout_s: float) -> None:
-    if timeout_s <= 0:
+def _check_timeout(timeout_s: object) -> None:
+    if not is_duration(timeout_s):
         raise ConfigError(
-            f"timeout_s is {timeout_s:g}; give the seconds that a step may take, "
+            f"timeout_s is {timeout_s!r:.60}; give the seconds that a step may take, "
             f"for example {STEP_S:g}"
         )

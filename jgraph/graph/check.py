@@ -32,7 +32,8 @@ def check(graph: Graph, tasks: Sequence[TaskName] | None = None) -> None:
       tasks: the tasks of the cluster, when known: devices must name only these.
 
     Raises:
-      CallbackError: an operation calls back into Python (``jax.debug.print``, ...).
+      CallbackError: an operation calls back into Python (``jax.debug.print``, ...), or
+        could: ``checkify.check``.
       UnknownDeviceError: a device names a job or task that is not in ``tasks``.
       PlacementError: one operation uses variables of two tasks, or of another task
         than the one it was put on.
@@ -178,6 +179,14 @@ def _of_each_kind(equations: Sequence[Equation]) -> list[Equation]:
 def _check_callbacks(view: _View) -> None:
     for i, equation in enumerate(view.graph.equations):
         found = _callback(equation)
+        if found == "check":
+            raise view.fail(
+                CallbackError,
+                i,
+                "'check' raises in Python, and a graph runs on servers",
+                "write error, y = checkify.checkify(fn)(x), return both, and call "
+                "error.throw() in the client",
+            )
         if found is not None:
             raise view.fail(
                 CallbackError,
@@ -188,9 +197,12 @@ def _check_callbacks(view: _View) -> None:
             )
 
 
+_IN_PYTHON = {"check", "debug_print"}
+
+
 def _callback(equation: Equation) -> str | None:
     name: str = equation.primitive.name
-    if "callback" in name or "callback" in equation.params or name == "debug_print":
+    if "callback" in name or "callback" in equation.params or name in _IN_PYTHON:
         return name
     for _, body in _compat.inner_jaxprs(equation):
         for inner in _compat.open_jaxpr(body).eqns:

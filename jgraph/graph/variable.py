@@ -120,6 +120,11 @@ class Variable:
                 f"a variable needs a name, not {name!r}; write for example "
                 "jg.Variable('w', jnp.zeros((3,)))"
             )
+        if not isinstance(container, str):
+            raise GraphError(
+                f"variable '{name}': its container is {container!r:.60}; give a name, "
+                "or leave it out"
+            )
         aval, self.init = _shape_and_init(name, initial_value)
         self.is_given = not isinstance(initial_value, tuple)
         place = current_device().merge(as_spec(device))
@@ -185,7 +190,7 @@ class Variable:
             return self.spec.sharding.part(self.init(), number)
 
     def __getitem__(self, index: Any) -> Any:
-        if _has_symbolic_size(index):
+        if _is_for_arrays(index):
             return self._ref()[...][index]
         ref = self._ref()
         try:
@@ -197,7 +202,7 @@ class Variable:
         ref = self._ref()
         try:
             value = self.typed(value, index)
-            if _has_symbolic_size(index):
+            if _is_for_arrays(index):
                 ref[...] = _with_rows(ref[...], index, value)
             else:
                 ref[index] = value
@@ -311,14 +316,17 @@ def _goes_backward(index: Any) -> bool:
     return any(isinstance(step, int) and step < 1 for step in steps)
 
 
-def _has_symbolic_size(index: Any) -> bool:
-    """Whether an index holds an array of a size that is a name.
+def _is_for_arrays(index: Any) -> bool:
+    """Whether JAX compiles an index for arrays, and not for Refs.
 
-    JAX indexes arrays with those, and no Refs.
+    With an array of a size that is a name, or with a number beside a slice that jumps.
     """
     parts = index if isinstance(index, tuple) else (index,)
     sizes = (size for part in parts for size in getattr(part, "shape", ()))
-    return any(map(_compat.is_symbolic, sizes))
+    steps = [part.step for part in parts if isinstance(part, slice)]
+    jumps = any(isinstance(step, int) and step > 1 for step in steps)
+    at_number = any(isinstance(part, int | np.integer) for part in parts)
+    return (jumps and at_number) or any(map(_compat.is_symbolic, sizes))
 
 
 def _with_rows(whole: jax.Array, index: Any, value: Any) -> jax.Array:
@@ -344,14 +352,21 @@ def _shape_and_init(name: str, value: Any) -> tuple[Any, Initializer | None]:
             f"function), not a {len(value)}-tuple"
         )
     shape, dtype, init = value
+    aval, reason = None, ""
     try:
         aval = jax.ShapeDtypeStruct(tuple(map(operator.index, shape)), dtype)
     except (TypeError, ValueError) as error:
+        reason = str(error)
+    if aval is not None and min(aval.shape, default=0) < 0:
+        reason = "a size is below 0"
+    elif aval is not None and not (init is None or callable(init)):
+        reason = f"{init!r:.40} is no function"
+    if aval is None or reason:
         raise GraphError(
             f"variable '{name}': ({shape!r}, {dtype!r}, …) is not (shape, dtype, init "
-            f"function): {error}; write for example ((784, 10), 'float32', "
+            f"function): {reason}; write for example ((784, 10), 'float32', "
             "jnp.zeros)"
-        ) from None
+        )
     if init is None:
         return aval, None
     return aval, lambda: _checked(name, aval, init(aval.shape, aval.dtype))
@@ -368,7 +383,7 @@ def _as_array(name: str, value: Any) -> jax.Array:
     try:
         # A copy, as JAX would alias the caller's numpy array, which may change.
         return jnp.array(value, copy=True)
-    except (TypeError, ValueError, jax.errors.JaxRuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, jax.errors.JaxRuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise GraphError(
             f"variable '{name}': the initial value {value!r:.60} is not an array that "

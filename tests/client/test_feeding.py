@@ -104,8 +104,15 @@ def test_64_bit_arrays_are_fed_where_they_fit() -> None:
 
 def test_what_is_no_number_is_refused() -> None:
     for value in ("seven", None, object(), {"a": 1}, [1, "a"], [[1], [1, 2]], 1 << 80):
-        with pytest.raises(FeedError, match="argument x of 'step'"):
+        with pytest.raises(FeedError, match=r"x of 'step' is .* no array of numbers"):
             _fed(np.float32, value)
+
+
+def test_masked_array_is_refused_also_where_its_values_would_fit() -> None:
+    value: Any = np.ma.masked_array(np.ones(2, np.float32), [True, False])
+    for given in (value, value.astype(np.float64)):
+        with pytest.raises(FeedError, match=r"'x' of step has a mask.*x\.filled\(0\)"):
+            _fed(np.float32, given, (2,))
 
 
 def test_key_is_fed_a_key_of_its_own_kind_and_shape() -> None:

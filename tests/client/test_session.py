@@ -1,3 +1,6 @@
+import functools
+import gc
+import weakref
 from typing import Any
 
 import jax
@@ -72,6 +75,16 @@ def test_random_keys_cross_tasks_and_come_back_typed(session: Session) -> None:
     left, right = jax.random.split(key)
     assert jax.random.key_data(sent).tolist() == jax.random.key_data(right).tolist()
     np.testing.assert_allclose(drawn, jax.random.normal(left, (3,)), rtol=1e-6)
+
+
+def test_gradient_of_an_integer_comes_back_as_nothing(session: Session) -> None:
+    def f(x: Any, n: Any) -> Any:
+        with device("/job:worker/task:1"):
+            return jax.grad(lambda x, n: x * n, (0, 1), allow_int=True)(x, n)
+
+    of_number, of_integer = session.run(f, 2.0, np.arange(3)[1])
+    assert of_number == 1.0
+    assert of_integer.dtype == jax.dtypes.float0
 
 
 def test_chosen_fetches_are_all_that_is_computed(session: Session) -> None:
@@ -201,6 +214,19 @@ def test_closed_session_and_cluster_say_how_to_go_on(cluster: Cluster) -> None:
         session.run(lambda x: x, 1.0)
 
 
+def test_closed_session_keeps_nothing_of_its_functions(cluster: Cluster) -> None:
+    def add(x: Any) -> Any:
+        return x + held
+
+    held = np.ones(3)
+    with cluster.session() as session:
+        session.run(add, 1.0)
+    left = weakref.ref(add)
+    del add, session
+    gc.collect()
+    assert left() is None
+
+
 def test_large_arrays_pass_whole(session: Session) -> None:
     x = np.random.default_rng(0).normal(size=(1 << 21,)).astype(np.float32)
 
@@ -217,8 +243,28 @@ def test_what_is_no_function_is_not_run(session: Session) -> None:
         session.run(w)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="takes a function, not 3"):
         session.run(3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="timeout_s is 0"):
-        session.run(lambda x: x, 1.0, timeout_s=0)
+    for timeout_s in (0, float("nan"), "10"):
+        with pytest.raises(ConfigError, match=f"timeout_s is {timeout_s!r}"):
+            session.run(lambda x: x, 1.0, timeout_s=timeout_s)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("feeds", [["x"], "x", 5, {1: 2.0}, np.ones(1)])
+def test_feeds_without_names_are_refused(session: Session, feeds: Any) -> None:
+    call = session.make_callable(lambda x: x, 1.0)
+    for run in (functools.partial(session.run, lambda x: x), call):
+        with pytest.raises(FeedError, match=r"feeds is .*feeds=\{'x': array\}"):
+            run(1.0, feeds=feeds)
+
+
+@pytest.mark.parametrize("feeds", ["x", 5, [None]])
+def test_feeds_of_a_callable_are_names(session: Session, feeds: Any) -> None:
+    with pytest.raises(FeedError, match=r"give names, feeds=\['x'\]"):
+        session.make_callable(lambda x: x, 1.0, feeds=feeds)
+
+
+def test_container_that_is_no_name_is_refused(cluster: Cluster) -> None:
+    with pytest.raises(ConfigError, match="container is 5; give a name"):
+        cluster.session(container=5)  # type: ignore[arg-type]
 
 
 def test_argument_that_is_called_like_an_option_is_given_by_position(

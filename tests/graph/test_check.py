@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
 from jgraph import _compat
 from jgraph.errors import (
@@ -145,6 +146,16 @@ def test_callback_into_python_is_refused_with_its_line(
 
     with pytest.raises(CallbackError, match=f"(?s){name}.*test_check.py:.*remove it"):
         check(trace(step, X)[0])
+
+
+def test_check_that_nothing_carries_out_is_refused_with_the_way_out() -> None:
+    def positive(x: jax.Array) -> jax.Array:
+        checkify.check(x[0] > 0, "x begins with {}", x[0])
+        return x
+
+    with pytest.raises(CallbackError, match=r"test_check.py:.*checkify\(fn\)\(x\)"):
+        check(trace(positive, X)[0])
+    check(trace(checkify.checkify(positive), X)[0])
 
 
 @pytest.mark.parametrize("where", ["/job:worker/task:1", "/job:chief", "/task:9"])

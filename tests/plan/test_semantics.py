@@ -120,6 +120,17 @@ def test_rows_are_read_and_written_in_program_order() -> None:
     check_plan(step, ids, np.full((2, 3), 0.5, np.float32), variables=[w])
 
 
+def test_a_number_beside_a_slice_that_jumps_is_a_place_of_a_variable() -> None:
+    w = variable("w", np.arange(12, dtype=np.float32).reshape(3, 4))
+
+    def step(x: Any) -> Any:
+        before = w[1, ::2]
+        w[::2, np.int32(3)] = x
+        return before, w[...]
+
+    check_plan(step, np.ones(2, np.float32), variables=[w])
+
+
 def test_a_stored_number_says_which_rows_of_another_task_a_third_one_takes() -> None:
     at = variable("at", np.int32(3), PS[1])
     w = variable("w", np.arange(15, dtype=np.float32).reshape(5, 3))

@@ -50,6 +50,20 @@ def named_feeds(
     return tuple(feeds), tree
 
 
+def check_mask(value: object, name: str, title: str) -> None:
+    """Refuses an array that has a mask, as JAX does: its values would count.
+
+    Raises:
+      FeedError: it is one of ``numpy.ma``.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise FeedError(
+            f"argument '{name}' of {title} has a mask, which JAX does not know; give "
+            f"{name}.filled(0), and ~{name}.mask as an argument of its own",
+            feed=name,
+        )
+
+
 def named_outputs(result: Any, title: str) -> tuple[list[Any], tuple[str, ...], Any]:
     """Returns (leaves, their names, tree) of what a traced function returned.
 
@@ -102,6 +116,7 @@ def _aval(leaf: Any, name: str, title: str) -> jax.ShapeDtypeStruct:
             "uses variables directly, without an argument",
             feed=name,
         )
+    check_mask(leaf, name, title)
     aval = _typeof(leaf)
     is_numeric = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "iufc"
     if is_numeric and not leaf.dtype.isnative:
@@ -109,6 +124,13 @@ def _aval(leaf: Any, name: str, title: str) -> jax.ShapeDtypeStruct:
             f"argument '{name}' of {title} is {leaf.dtype.name} with its bytes in the "
             "order of another machine, which JAX does not take; give "
             f"{name}.astype('{leaf.dtype.name}')",
+            feed=name,
+        )
+    if aval is None and isinstance(leaf, int):
+        raise FeedError(
+            f"argument '{name}' of {title} is {leaf}, which no integer type of JAX "
+            "holds here; give a float, or write jax.config.update('jax_enable_x64', "
+            "True) at the top of your program",
             feed=name,
         )
     if aval is None or hasattr(aval, "inner_aval"):
@@ -125,7 +147,7 @@ def _typeof(leaf: Any) -> Any:
     """The leaf's aval, or None when it is no array; JAX raises many kinds of error."""
     try:
         return jax.typeof(leaf)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgraph.graph.sizes import assumed_shape, symbols_of
 from jgraph.plan.program.nodes import ValueType
@@ -18,6 +19,11 @@ def is_key(aval: Any) -> bool:
 def is_float0(aval: Any) -> bool:
     """Whether values of this aval are gradients of integers, which hold nothing."""
     return bool(getattr(aval, "dtype", None) == jax.dtypes.float0)
+
+
+def is_plain(aval: Any) -> bool:
+    """Whether the arrays between nodes are values of this aval just as they are."""
+    return not (is_key(aval) or is_float0(aval))
 
 
 def num_elements(aval: Any) -> int:
@@ -62,4 +68,4 @@ def from_plain(array: Any, aval: Any) -> Any:
     """Returns the value of type ``aval`` that the plain ``array`` stands for."""
     if is_key(aval):
         return jax.random.wrap_key_data(array, dtype=aval.dtype)
-    return array
+    return np.zeros(array.shape, aval.dtype) if is_float0(aval) else array

@@ -84,7 +84,7 @@ def test_wide_arrays_are_fed_as_jit_would_take_them() -> None:
     assert graph.feeds[0].aval.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("leaf", ["text", object(), np.array(["a"]), print])
+@pytest.mark.parametrize("leaf", ["text", object(), np.array(["a"]), print, 2**80])
 def test_argument_that_is_no_array_is_refused_by_name(leaf: Any) -> None:
     with pytest.raises(FeedError, match=r"'batch\['name'\]' of step"):
         function_step(leaf)
