@@ -4,6 +4,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
@@ -21,6 +22,7 @@ from jgraph.graph.tracing.trace import trace
 from jgraph.graph.variable import Initializer, Variable
 from jgraph.plan.lowering.row_blocks import initial_value
 from jgraph.plan.placement.spread import nbytes_of
+from jgraph.plan.program.nodes import WriteNode
 from jgraph.plan.program.program import Program
 from jgraph.plan.program.types import is_key, value_type
 
@@ -81,7 +83,7 @@ class VariableValues:
         # While a value travels its task has it twice: the others come later.
         missing.sort(key=_travels, reverse=True)
         for piece in in_pieces(missing):
-            self.run_once("initialize", partial(assign_initial, piece), piece)
+            self._make(piece, again=again)
         self._variables.note_initialized(variables)
         return stored_keys
 
@@ -136,6 +138,14 @@ class VariableValues:
         graph, program = self._planned(name, fn, variables, *args, driver=driver)
         return self._run(graph, program, variables, *args, driver=driver)
 
+    def _make(self, piece: Sequence[Variable], *, again: bool) -> None:
+        """Writes initial values; unless ``again``, not over what others made since."""
+        assign = partial(assign_initial, piece)
+        graph, program = self._planned("initialize", assign, piece, driver=None)
+        if not again:
+            program = _of_absent(program)
+        self._run(graph, program, piece)
+
     def _read(self, piece: Sequence[Variable], driver: TaskName | None) -> list[Any]:
         """Returns the values of variables; who reads the same again has its plan."""
         surroundings = self._variables.surroundings(piece)
@@ -169,7 +179,7 @@ class VariableValues:
         program: Program,
         variables: Sequence[Variable],
         *args: Any,
-        driver: TaskName | None,
+        driver: TaskName | None = None,
     ) -> Any:
         handle = self._programs.register(program)
         try:
@@ -212,6 +222,23 @@ class VariableValues:
 
         weakref.finalize(run, self._programs.give_up, handle).atexit = False
         return run
+
+
+def _of_absent(program: Program) -> Program:
+    """Returns a program that writes only variables that are not there."""
+    return replace(
+        program,
+        partitions=tuple(
+            replace(
+                part,
+                nodes=tuple(
+                    replace(node, absent=True) if isinstance(node, WriteNode) else node
+                    for node in part.nodes
+                ),
+            )
+            for part in program.partitions
+        ),
+    )
 
 
 def types_of(variables: Iterable[Variable]) -> AbstractContextManager[Any]:

@@ -228,4 +228,9 @@ def _writing(
     loaded: LoadedPartition, index: int, node: WriteNode, store: VariableStore
 ) -> _Do:
     variables, _ = loaded.variables[index]
-    return lambda values: store.write(variables, [values[v] for v in node.values])
+
+    def do(values: list[Any]) -> None:
+        new = [values[v] for v in node.values]
+        store.write(variables, new, absent=node.absent)
+
+    return do

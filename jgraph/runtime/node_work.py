@@ -90,7 +90,8 @@ def work_of(
                 mine = [n for n, v in enumerate(node.values) if v in loaded.owned]
                 named = loaded.variables[index][0]
                 # What is told is read later: it must stay as it is.
-                store.write(named, new, () if record else mine, record, undo)
+                owned = () if record else mine
+                store.write(named, new, owned, record, undo, absent=node.absent)
                 return []
 
             return write

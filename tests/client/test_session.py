@@ -1,5 +1,6 @@
 import functools
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -135,6 +136,32 @@ def test_second_session_shares_variables_by_name(cluster: Cluster) -> None:
     cluster.session().write({first: np.full(2, 7, np.float32)})
     again = Variable("shared", jnp.zeros(2), device="/job:ps")
     assert cluster.session().run(lambda: again[...] + 0).tolist() == [7, 7]
+
+
+def test_of_two_sessions_that_make_a_variable_the_second_undoes_no_update(
+    cluster: Cluster,
+) -> None:
+    first, second = cluster.session(), cluster.session()
+
+    def count(value: Any) -> Any:
+        n = Variable("n", value, device="/job:ps/task:0")
+
+        def step() -> Any:
+            n[...] = n[...] + 1
+            return n[...]
+
+        return step
+
+    other = count(jnp.zeros(()))
+
+    def late(shape: tuple[int, ...], dtype: Any) -> Any:
+        """Is asked for once the second session has found that there is none."""
+        step = threading.Thread(target=first.run, args=(other,))
+        step.start()
+        step.join()
+        return jnp.zeros(shape, dtype)
+
+    assert second.run(count(((), "float32", late))) == 2.0
 
 
 def test_variables_of_a_job_are_spread_by_size(session: Session) -> None:

@@ -112,11 +112,16 @@ class ReadNode:
 @final
 @dataclass(frozen=True, slots=True)
 class WriteNode:
-    """Replaces whole variables, all at one version of the task's store."""
+    """Replaces whole variables, all at one version of the task's store.
+
+    With ``absent`` only those that are not there: of two clients that make a variable,
+    the second does not undo what the first one has done with it since.
+    """
 
     variables: tuple[int, ...]
     values: tuple[ValueId, ...]
     after: tuple[int, ...] = ()
+    absent: bool = False
 
 
 @final

@@ -6267,6 +6267,9 @@ class WriteNode(_message.Message):
     VARIABLES_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
+    ABSENT_FIELD_NUMBER: _builtins.int
+    absent: _builtins.bool
+    """only variables that are not there"""
     @_builtins.property
     def variables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -6279,10 +6282,11 @@ class WriteNode(_message.Message):
         variables: _abc.Iterable[_builtins.int] | None = ...,
         values: _abc.Iterable[_builtins.int] | None = ...,
         after: _abc.Iterable[_builtins.int] | None = ...,
+        absent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "values", b"values", "variables", b"variables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "after", b"after", "values", b"values", "variables", b"variables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

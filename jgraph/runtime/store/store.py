@@ -161,6 +161,8 @@ class VariableStore:
         owned: Container[int] = (),
         record: RecordChange | None = None,
         undo: Undo | None = None,
+        *,
+        absent: bool = False,
     ) -> None:
         """Replaces whole variables at one moment; creates those that are absent.
 
@@ -171,6 +173,7 @@ class VariableStore:
           owned: positions of values that nobody else has: these are taken as they are.
           record: called before anybody else can look at these variables.
           undo: is given what puts back the values of those that were there before.
+          absent: leave those that are there as they are.
 
         Raises:
           VariableMismatchError: a stored variable has another shape or dtype.
@@ -191,6 +194,7 @@ class VariableStore:
             for variable in variables:
                 self._check_type(variable)
             known = {k: self._entries[k] for k in keys if k in self._entries}
+            known = {} if absent else known
         new = {n: values[n] for n, key in enumerate(keys) if key not in known}
         lent = self._lent(new)
         # What lies in a slab is copied there; what does not, before anybody waits.
