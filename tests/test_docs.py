@@ -45,7 +45,7 @@ def test_the_examples_of_the_readme_run(number: int, tmp_path: Path) -> None:
         assert last.startswith("2.28")
 
 
-BY_DAY = ("concepts",)
+BY_DAY = ("checkpoints", "concepts", "data", "serving")
 
 
 def guides_with_examples_that_run() -> list[str]:

@@ -24,7 +24,6 @@ def test_the_reference_has_every_public_name() -> None:
     assert set(re.findall(r"^::: \S+\.(\w+)$", reference(), re.M)) >= PUBLIC
 
 
-@pytest.mark.nightly  # smaller: the one above, and tests/test_docs.py of links
 @pytest.mark.slow
 @pytest.mark.procs
 @pytest.mark.timeout(400)

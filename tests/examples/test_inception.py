@@ -39,7 +39,6 @@ class Noted(nnx.Module):
         return x
 
 
-@pytest.mark.nightly
 def test_the_network_has_the_parameters_and_shapes_that_were_published() -> None:
     model = nnx.eval_shape(lambda: Inception(rngs=nnx.Rngs(0)))
     assert parameters(model) == 27_161_264
