@@ -420,6 +420,8 @@ class RunSupervisor:
             await check_master(self._peers, order.run, order.term)
         except FencedError as fenced:
             return Failed(fenced)
+        if self.record.is_over:  # its programs are those of the client's next run
+            return LoopLost(order.replica, error)
         _LOG.warning("%s was lost: %s", order.task, error.message)
         self.record.lost(order, error)
         await self.ready.drop(order.handle)

@@ -133,6 +133,7 @@ class Ajar:
     Attributes:
       refusal: ends the opening of a gate, once it is set; None: the gate opens.
       begun: the loops that were begun.
+      asked: methods of calls, in order.
       refused: of a loop that is told something; None: nobody refuses.
       told: what loops were told.
       news: of the cluster.
@@ -145,6 +146,7 @@ class Ajar:
         self.opening = asyncio.Event()
         self.refusal: asyncio.Future[JGError | None] = asyncio.Future()
         self.begun: list[str] = []
+        self.asked: list[str] = []
         self.refused: JGError | None = None
         self.told: asyncio.Queue[pb.StopLoop] = asyncio.Queue()
 
@@ -154,6 +156,7 @@ class Ajar:
 
     async def call(self, task: str, method: str, request: Frame, **_: Any) -> Frame:
         """Answers when a loop is told something."""
+        self.asked.append(method)
         if method == "OpenGate":
             self.opening.set()
             if (refusal := await self.refusal) is not None:
@@ -251,6 +254,25 @@ def test_row_of_a_run_that_failed_while_its_gates_opened_does_not_begin() -> Non
         for _ in range(20):
             await asyncio.sleep(0)
         assert door.begun == []
+        crew.close()
+
+    run_async(main(), timeout_s=20)
+
+
+def test_programs_of_a_run_that_is_over_stay_whoever_is_lost_then() -> None:
+    """They are those of the client's next run."""
+
+    async def main() -> None:
+        door = Ajar()
+        crew = beginning(door)
+        await door.opening.wait()
+        lost = TaskLostError("gone", task=TaskName(WORKERS[0]))
+        await crew._leave_out(contributing("w-0"), lost)
+        assert "UnregisterProgram" in door.asked
+        crew.fail(DataError("no more batches"))
+        door.asked.clear()
+        await crew._leave_out(contributing("w-0"), lost)
+        assert "UnregisterProgram" not in door.asked
         crew.close()
 
     run_async(main(), timeout_s=20)
