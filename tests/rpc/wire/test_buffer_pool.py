@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from jgraph.rpc.wire.buffer_pool import KEPT_FROM_BYTES, BufferPool
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("little_garbage")
 
@@ -62,8 +63,10 @@ def test_buffer_is_not_taken_back_while_a_jax_array_has_it() -> None:
     assert int(on_device.min()) == 5
     del on_device
     gc.collect()
-    again = [buffers.take(N) for _ in range(3)]
-    assert where in [address(a) for a in again]
+    # A thread of XLA that computed with it may let go of it a moment later.
+    wait_until(
+        lambda: where in {address(a) for a in [buffers.take(N), buffers.take(N)]}
+    )
 
 
 def test_no_more_is_kept_than_the_limit() -> None:
