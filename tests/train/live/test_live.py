@@ -240,7 +240,7 @@ def test_an_id_that_no_row_has_fails_only_its_own_request(live: LiveModel) -> No
 
 def test_a_model_in_this_process_is_served_while_it_is_trained() -> None:
     trainer, x = trained(None), batch(5)
-    with served(trainer, grpc_port=None, max_rows=1) as live:
+    with served(trainer, grpc_port=None, max_rows=1, refresh_s=3600) as live:
         before = live.predict(x)["score"]
         trainer.fit(batch(64), steps=3, batch_size=16, progress=False)
         after = trainer.predict(x, fn=score)["score"]
