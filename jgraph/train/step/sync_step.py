@@ -285,9 +285,9 @@ class SyncStep:
             if compression is not None and self._counter is not None:
                 last = compression.last_counted(self._counter.of(replica))
                 rows = {n: some.unique for n, some in result.rows.items()}
-                pieces = {} if self._step.fragments is None else rows
-                whole = rows.keys() - pieces.keys()
-                grads = compression.sent(grads, {*whole, *frozen}, last, pieces)
+                parts = {} if self._step.fragments is None else rows
+                others = {*frozen, *(rows.keys() - parts.keys())}
+                grads = compression.sent(grads, others, last, parts)
                 with device("/job:worker"):
                     who = {self._counter.who.name: self._counter.named(replica)}
             if self._weight is not None:

@@ -6,7 +6,6 @@ from jgraph.coordination.data.shares import Cut, pieces_of
 from jgraph.errors import ConfigError
 from jgraph.train.data.data import Dataset
 from jgraph.train.strategies.elastic import Elastic
-from jgraph.train.tables.row_tables import IT_IS_SMALL
 
 BatchShare: TypeAlias = Literal["even", "measured"]
 """Who computes how much of an update: see ``SyncPS``."""
@@ -122,9 +121,8 @@ def check_rows(row_step: Any) -> None:
     if row_step is None:
         return
     found = row_step.tables
-    small = [t for t in found.looked_at if found.dense[t.name].startswith(IT_IS_SMALL)]
-    if tables := [*found.tables, *small]:
-        names = ", ".join(table.name for table in tables)
+    if tables := [*(table.name for table in found.tables), *sorted(found.small)]:
+        names = ", ".join(tables)
         raise ConfigError(
             f"of {names} only rows travel, whose number hangs on the batch, and "
             "workers that share a batch have none of one size; write "

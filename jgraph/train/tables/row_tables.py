@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,6 @@ from jgraph.view.units import bytes_text
 
 # A small table of which a step looks up more ids than it has rows travels whole.
 _SMALL_BYTES = 1 << 20
-IT_IS_SMALL: Final = "it is small"
-"""Why a table travels whole although a step has fewer ids of it than it has rows."""
 _LOOPS = {"scan", "while", "cond"}
 
 Loss: TypeAlias = Callable[..., Any]
@@ -113,11 +111,14 @@ class RowTables:
       tables: those of which rows travel.
       dense: why others that are looked up travel whole, by name.
       looked_at: those of them whose ids are looked at all the same.
+      small: names of those of which a step looks up fewer ids than there are rows, and
+        that travel whole as they are small.
     """
 
     tables: tuple[RowTable, ...]
     dense: Mapping[str, str]
     looked_at: tuple[RowTable, ...]
+    small: frozenset[str]
     _loss: "_Traced"
     _ids: Any
     _ids_consts: tuple[Any, ...]
@@ -281,6 +282,7 @@ class _Traced:
         ids = Ids(flat.jaxpr, self.first_feed)
         tables: list[RowTable] = []
         looked_at: list[RowTable] = []
+        small: list[str] = []
         outvars: list[Any] = []
         outvars_looked_at: list[Any] = []
         dense: dict[str, str] = {}
@@ -307,9 +309,11 @@ class _Traced:
                     outvars_looked_at += [v for _, v in reads]
             elif reads:
                 table = self._table(number, ids, reads, is_hash)
-                if small := None if is_hash else self._why_small(table):
+                if why := None if is_hash else self._why_small(table):
                     looked_at.append(table)
-                    dense[name] = small
+                    dense[name] = why
+                    if table.count < table.rows:
+                        small.append(name)
                     outvars_looked_at += [v for _, v in reads]
                     continue
                 tables.append(table)
@@ -319,6 +323,7 @@ class _Traced:
             tuple(tables),
             dense,
             tuple(looked_at),
+            frozenset(small),
             self,
             *(jaxpr, flat.consts, tuple(inputs)),
         )
@@ -361,7 +366,7 @@ class _Traced:
         is_packed = table.name in self.looks and nbytes <= SMALL_BYTES
         if not is_packed or not self._are_fed(table):
             return None
-        return f"{IT_IS_SMALL} ({bytes_text(nbytes)})"
+        return f"it is small ({bytes_text(nbytes)})"
 
     def _are_fed(self, table: RowTable) -> bool:
         """Whether ids that must have a row are elements of the batch."""
