@@ -505,7 +505,7 @@ def test_scaling_waits_for_the_run_that_fit_begins(
         progress=False,
     )
     tasks = cluster.scale(workers=3)
-    (info,) = cluster.runs()
+    info = cluster.runs()[-1]  # before it are those of other tests, which are over
     assert sorted(info.workers) == tasks == cluster.tasks("worker")
     run.stop()
     run.wait(30)

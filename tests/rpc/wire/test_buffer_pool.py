@@ -63,10 +63,14 @@ def test_buffer_is_not_taken_back_while_a_jax_array_has_it() -> None:
     assert int(on_device.min()) == 5
     del on_device
     gc.collect()
-    # A thread of XLA that computed with it may let go of it a moment later.
-    wait_until(
-        lambda: where in {address(a) for a in [buffers.take(N), buffers.take(N)]}
-    )
+    taken = []
+
+    def is_back() -> bool:
+        """A thread of XLA that computed with it may let go of it a moment later."""
+        taken.append(buffers.take(N))  # and held, or it would come again and again
+        return address(taken[-1]) == where
+
+    wait_until(is_back)
 
 
 def test_no_more_is_kept_than_the_limit() -> None:
