@@ -10,7 +10,8 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import jax
@@ -28,6 +29,8 @@ from jax._src.core import (
     Var,
 )
 from jax._src.export import _export
+from jax._src.interpreters import mlir
+from jaxlib.mlir.dialects import stablehlo
 
 # jax.extend.core has the same names, but with jax.extend comes Pallas, which a server
 # would load at each start: a twentieth of what all its imports cost.
@@ -65,6 +68,7 @@ __all__ = [
     "new_var",
     "no_locations",
     "open_jaxpr",
+    "portable_code",
     "rebuild_equation",
     "release_arguments",
     "run_equation",
@@ -100,6 +104,12 @@ _ClosedJaxpr: Any = getattr(jax_core, "ClosedJaxpr", jax_core.Jaxpr)
 # jaxlib keeps what numpy arrays lent it until this is called.
 _jaxlib: Any = jax_lib
 _collect_garbage: Callable[[], None] = _jaxlib.xla_client._xla.collect_garbage  # noqa: SLF001
+
+# Of the oldest JAX that jgraph supports. JAX writes that of four weeks before itself.
+_STABLEHLO = "1.17.0"
+_OWN_STABLEHLO: str = stablehlo.get_version_from_compatibility_requirement(
+    stablehlo.StablehloCompatibilityRequirement.WEEK_4
+)
 
 # A process that was not heard of for so long is lost for the others.
 _HEARTBEAT_S = 30
@@ -391,6 +401,22 @@ def no_locations() -> AbstractContextManager[Any]:
     """
     manager: AbstractContextManager[Any] = traceback_in_locations_limit(0)
     return manager
+
+
+def portable_code(exported: Any) -> bytes:
+    """Returns exported code as bytes that every JAX that jgraph supports can read.
+
+    Code that has no older form stays as JAX writes it; who cannot read that says so.
+    """
+    if stablehlo.get_smaller_version(_OWN_STABLEHLO, _STABLEHLO) != _OWN_STABLEHLO:
+        client = jax.local_devices()[0].client
+        with suppress(RuntimeError), mlir.make_ir_context():
+            module = exported.mlir_module(serialized=False)
+            code = _jaxlib._jax.mlir.serialize_portable_artifact(  # noqa: SLF001
+                module, _STABLEHLO, client.serialize_with_sdy
+            )
+            exported = replace(exported, mlir_module_serialized=code)
+    return bytes(exported.serialize())
 
 
 def add_cpu_platform() -> None:

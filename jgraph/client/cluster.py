@@ -9,15 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
-import jax
-
 from jgraph.client.connection import Connection
 from jgraph.client.logs import EventTail
 from jgraph.client.no_handler import NoHandler
 from jgraph.client.runs.scaling import SCALE_S, Scaler
 from jgraph.client.wait_for_tasks import (
     ASK_AGAIN_S,
-    check_versions,
     connect_request,
     wait_for_tasks,
 )
@@ -562,7 +559,6 @@ async def open_cluster(
             address, method, question, timeout_s=timeout_s + CONTROL_S
         )
         status: pb.ClusterStatus = body_of(reply)
-        check_versions(status, jax.__version__)
     except BaseException:
         await asyncio.shield(transport.close())
         raise

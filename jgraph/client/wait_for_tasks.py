@@ -19,7 +19,6 @@ from jgraph.errors import (
     JGError,
     TaskLostError,
     TaskMissingError,
-    VersionError,
 )
 from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -95,23 +94,3 @@ def _all_answer(cluster: Connection, timeout_s: float) -> bool:
         cluster.take_members(status)
     # A master that was started again may not know the others yet.
     return ClusterSpec.from_json(status.cluster_json) == cluster.spec
-
-
-def check_versions(status: pb.ClusterStatus, own_jax: str) -> None:
-    """Refuses tasks whose JAX is older than the client's: they may not read our code.
-
-    Raises:
-      VersionError: names every such task.
-    """
-
-    def minor(version: str) -> tuple[int, ...]:
-        return tuple(int(p) for p in version.split(".")[:2] if p.isdecimal())
-
-    older = [t for t in status.tasks if minor(t.jax) < minor(own_jax)]
-    if older:
-        who = ", ".join(f"{t.task} runs jax {t.jax}" for t in older)
-        raise VersionError(
-            f"{who}, and this client jax {own_jax}; a task must run the client's JAX "
-            f"or a newer one. Upgrade there: pip install 'jax=={own_jax}'",
-            tasks=[t.task for t in older],
-        )

@@ -263,11 +263,10 @@ class CopyLostError(ClusterError):
 class VersionError(ClusterError):
     """Versions that cannot talk to each other.
 
-    Versions of jgraph or of its protocol differ, or a task runs an older JAX than the
-    client and may not read the code that this one exports.
+    Those of jgraph, or of its protocol, differ.
 
-    What to do: end all tasks, install the same versions everywhere, and start them;
-    ``jgraph version`` prints them. JAX may be newer on a task than in the client.
+    What to do: end all tasks, install the same version everywhere, and start them;
+    ``jgraph version`` prints it. JAX and Python may differ from task to task.
     """
 
     code = "JG-141"

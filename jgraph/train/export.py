@@ -548,7 +548,7 @@ def _lowered(
     try:
         with _compat.no_locations():
             module = jax.export.export(model_jit, platforms=platforms)(*types)
-            return bytes(module.serialize()), module.out_avals
+            return _compat.portable_code(module), module.out_avals
     except Exception as error:  # of JAX, since the function was traced
         raise NotExportableError(
             f"JAX cannot export the model for {', '.join(platforms)}: "

@@ -101,4 +101,4 @@ def _code(fn: Callable[..., Any], types: Sequence[Any], platform: str) -> bytes:
         module = jax.export.export(
             jax.jit(model, keep_unused=True), platforms=(platform,)
         )(*types)
-        return bytes(module.serialize())
+        return _compat.portable_code(module)

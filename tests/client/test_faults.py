@@ -17,7 +17,6 @@ import pytest
 
 from jgraph.client import cluster as client
 from jgraph.client.cluster import connect
-from jgraph.client.wait_for_tasks import check_versions
 from jgraph.clock import SystemClock
 from jgraph.cluster.spec import ClusterSpec
 from jgraph.errors import (
@@ -35,7 +34,6 @@ from jgraph.errors import (
     TaskMissingError,
     UninitializedError,
     UnknownMethodError,
-    VersionError,
 )
 from jgraph.graph.device import device
 from jgraph.graph.ir import TaskName
@@ -293,18 +291,6 @@ def test_function_that_jax_cannot_export_is_refused(pair: Servers) -> None:
         pytest.raises(NotExportableError, match="ffi_call"),
     ):
         cluster.session().run(f, 1.0)
-
-
-@pytest.mark.bad_input_row(4)
-def test_older_jax_on_a_task_is_refused_by_name() -> None:
-    status = pb.ClusterStatus(
-        tasks=[
-            pb.TaskStatus(task="/job:ps/task:0", jax="0.9.3"),
-            pb.TaskStatus(task="/job:worker/task:0", jax="0.11.0"),
-        ]
-    )
-    with pytest.raises(VersionError, match=r"^JG-141 /job:ps/task:0 runs jax 0.9.3, "):
-        check_versions(status, "0.10.2")
 
 
 def test_random_bytes_on_the_port_do_no_harm(pair: Servers) -> None:

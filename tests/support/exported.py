@@ -1,11 +1,9 @@
 """Small exported models for tests."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 import jgraph as jg
 
@@ -25,12 +23,3 @@ def ask(models: Path) -> list[float]:
     model = jg.ExportedModel(models / "half_plus_three")
     answer: list[float] = model.predict([1, 2, 5])["y"].tolist()
     return answer
-
-
-def newest_python() -> str:
-    """The Python with the other JAX, which ``make test`` has; else skips."""
-    given = os.environ.get("JGRAPH_SECOND_PYTHON")
-    python = Path(given) if given else ROOT / ".venv-newest" / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"no Python with another JAX at {python}: make test looks for one")
-    return str(python)

@@ -36,12 +36,12 @@ def problem_of(link: KeeperLink) -> str:
 def difference(there: Mapping[str, str], own: Mapping[str, str]) -> str:
     """Returns why a server with these versions will not do; empty: it will.
 
-    JAX may be newer than the client's, and Python any that has both.
+    JAX may be another than the client's, and Python any that has both.
 
     Example:
       >>> own = {"python": "3.12.1", "jgraph": "0.1.0", "jax": "0.10.2"}
-      >>> difference({**own, "jax": "0.9.1"}, own)
-      'jax 0.9.1 is older than 0.10.2 of the driver'
+      >>> difference({**own, "jgraph": "0.0.9"}, own)
+      'jgraph 0.0.9 is not 0.1.0 of the driver'
       >>> difference({**own, "jgraph": ""}, own)
       'jgraph is not installed'
       >>> difference({**own, "python": "3.13.0", "jax": "0.11.0"}, own)
@@ -52,8 +52,6 @@ def difference(there: Mapping[str, str], own: Mapping[str, str]) -> str:
             return f"{name} is not installed"
     if there["jgraph"] != own["jgraph"]:
         return f"jgraph {there['jgraph']} is not {own['jgraph']} of the driver"
-    if _minor(there["jax"]) < _minor(own["jax"]):
-        return f"jax {there['jax']} is older than {own['jax']} of the driver"
     return ""
 
 
@@ -98,7 +96,3 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
         for row in rows
     )
     return "\n".join(f"  {line.rstrip()}" for line in lines)
-
-
-def _minor(version: str) -> tuple[int, ...]:
-    return tuple(int(p) for p in version.split(".")[:2] if p.isdecimal())

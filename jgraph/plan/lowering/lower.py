@@ -208,7 +208,7 @@ def _export(
     jitted = jax.jit(segment, **options)
     with _compat.no_locations():
         exported = jax.export.export(jitted, platforms=platforms)(*types)
-        return bytes(exported.serialize())
+        return _compat.portable_code(exported)
 
 
 @final

@@ -4503,15 +4503,13 @@ class JoinRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     JGRAPH_FIELD_NUMBER: _builtins.int
-    JAX_FIELD_NUMBER: _builtins.int
     INDICES_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     incarnation: _builtins.int
     jgraph: _builtins.str
-    """versions"""
-    jax: _builtins.str
+    """version"""
     task: _builtins.str
     """At first empty: which task may it be? Then: it is that one, and serves at `address`."""
     address: _builtins.str
@@ -4525,14 +4523,13 @@ class JoinRequest(_message.Message):
         job: _builtins.str = ...,
         incarnation: _builtins.int = ...,
         jgraph: _builtins.str = ...,
-        jax: _builtins.str = ...,
         indices: _abc.Iterable[_builtins.int] | None = ...,
         task: _builtins.str = ...,
         address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "indices", b"indices", "jax", b"jax", "jgraph", b"jgraph", "job", b"job", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "indices", b"indices", "jgraph", b"jgraph", "job", b"job", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -239,8 +239,8 @@ def _deserialize(code: SegmentCode) -> Any:
     except Exception as error:  # nine types of exception were seen for bad bytes
         raise InvalidProgramError(
             f"segment '{code.label}' is not a program that JAX {jax.__version__} can "
-            f"read ({type(error).__name__}); the client's JAX may be newer than this "
-            "task's: upgrade the task",
+            f"read ({type(error).__name__}); a newer JAX may have made it: install it "
+            "here, too",
             digest=code.digest,
         ) from error
     return exported

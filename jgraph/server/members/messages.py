@@ -1,7 +1,5 @@
 """Messages about members: arrangements as they travel."""
 
-import jax
-
 from jgraph.cluster.methods import reading
 from jgraph.coordination.liveness.members import Arrangement, Member
 from jgraph.graph.device import DeviceSpec, TaskName
@@ -55,7 +53,6 @@ def join_request(
             job=job,
             incarnation=incarnation,
             jgraph=installed_version("jgraph"),
-            jax=jax.__version__,
             task=task,
             address=address,
         )

@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Final, Protocol, final
 
-import jax
-
 from jgraph.cluster.deadlines import CONTROL_S
 from jgraph.cluster.events import EventLog
 from jgraph.cluster.methods import Answer
@@ -160,7 +158,7 @@ class Registrar:
         if (registrar := self._registrar) != self._context.task:
             yield await self._pass_on(registrar, "Master.Join", request)
             return
-        _check_versions(body)
+        _check_version(body)
         await self._learn()
         event: Event
         if body.task:
@@ -413,17 +411,15 @@ class Registrar:
         return True
 
 
-def _check_versions(request: pb.JoinRequest) -> None:
-    """Refuses a process of other versions than those of this task.
+def _check_version(request: pb.JoinRequest) -> None:
+    """Refuses a process of another version than that of this task.
 
     Raises:
-      VersionError: names them.
+      VersionError: names both.
     """
-    mine = installed_version("jgraph"), jax.__version__
-    theirs = request.jgraph, request.jax
-    if mine != theirs:
+    mine = installed_version("jgraph")
+    if mine != request.jgraph:
         raise VersionError(
-            f"a process with jgraph {theirs[0]} and jax {theirs[1]} would join a "
-            f"cluster with jgraph {mine[0]} and jax {mine[1]}; install these where it "
-            "runs, and start it again"
+            f"a process with jgraph {request.jgraph} would join a cluster with jgraph "
+            f"{mine}; install this where it runs, and start it again"
         )

@@ -12,6 +12,7 @@ from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
@@ -33,6 +34,7 @@ from jgraph.launch.local.cluster import LocalCluster
 from jgraph.launch.ray_cluster import RayCluster
 from jgraph.server.server import Server
 from tests.support.counted_loops import requests
+from tests.support.other_jax import losses_of_training, run_there
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.procs
@@ -70,6 +72,23 @@ def test_second_client_joins_the_same_cluster(cluster: LocalCluster) -> None:
     with connect(cluster.target, timeout_s=20) as other:
         assert other.tasks() == cluster.tasks()
         assert other.tasks("worker") == ["/job:worker/task:0", "/job:worker/task:1"]
+
+
+@pytest.mark.slow
+def test_a_client_of_another_jax_trains_on_it(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    code = (
+        "import sys, jax, jgraph as jg;"
+        "from tests.support.other_jax import losses_of_training;"
+        "cluster = jg.connect(sys.argv[1]);"
+        "print(jax.__version__, *losses_of_training(cluster)); cluster.close()"
+    )
+    version, *losses = run_there(code, cluster.target, home=tmp_path)[-1].split()
+    assert version != jax.__version__
+    assert [float(loss) for loss in losses] == pytest.approx(
+        losses_of_training(cluster), rel=1e-4
+    )
 
 
 def test_cluster_shows_itself(cluster: LocalCluster) -> None:

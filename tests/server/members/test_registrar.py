@@ -132,9 +132,9 @@ def test_one_of_another_version_is_refused_and_nobody_hears_of_it(
     here: Servers,
 ) -> None:
     request = join_request(TaskName(""), 7, job="worker")
-    body_of(request).jax = "0.1.2"
+    body_of(request).jgraph = "0.0.9"
     with connect(here.server(PS).target, timeout_s=20) as cluster:
-        with pytest.raises(VersionError, match=r"jax 0\.1\.2 would join") as told:
+        with pytest.raises(VersionError, match=r"jgraph 0\.0\.9 would join") as told:
             cluster.call("Master.Join", request)
         assert told.value.code == "JG-141"
         assert cluster.status().arrangement == 0
