@@ -118,7 +118,9 @@ def serve(
     drain_s: Annotated[
         float,
         typer.Option(
-            min=0.0, help="After SIGTERM: seconds to go on while saying 'not ready'."
+            min=0.0,
+            max=3600.0,
+            help="After SIGTERM: seconds to go on while saying 'not ready'.",
         ),
     ] = 5.0,
     as_json: Json = False,

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
@@ -297,6 +297,24 @@ def put(values: dict[str, Array], spec: TensorSpec, value: Array) -> None:
     values[spec.name] = value
 
 
+def refuse_elsewhere(name: object, parameters: Container[str]) -> None:
+    """Refuses a tensor that is to be elsewhere, or something else, than in a message.
+
+    Raises:
+      ModelInputError: its parameters say so; ignored, they would make an answer wrong.
+    """
+    if "shared_memory_region" in parameters:
+        raise ModelInputError(
+            f"'{name!s:.80}' is to be in shared memory, and this server has none; send "
+            "tensors in requests, and take them from answers"
+        )
+    if "classification" in parameters:
+        raise ModelInputError(
+            f"'{name!s:.80}' is asked for as classes, and this server gives tensors; "
+            "leave 'classification' (class_count) away, and sort what comes"
+        )
+
+
 def from_raw(
     spec: TensorSpec, datatype: str, shape: Sequence[int], raw: bytes | memoryview
 ) -> Array:
@@ -339,11 +357,14 @@ def signature_of(version: ServedVersion, name: str) -> Signature:
     return version.loaded.function(name).signature
 
 
-async def control(models: Models, name: str, what: str, allowed: bool) -> None:
+async def control(
+    models: Models, name: str, what: str, parameters: Iterable[str], *, allowed: bool
+) -> None:
     """Loads or unloads a model, if callers may.
 
     Raises:
       NotAllowedError: they may not.
+      ModelInputError: they bring what is to be loaded.
       ModelNotReadyError: it cannot be loaded.
     """
     if not allowed:
@@ -351,6 +372,12 @@ async def control(models: Models, name: str, what: str, allowed: bool) -> None:
             f"this server lets nobody {what} models; start it with --allow-control"
         )
     model = models.model(name)
+    brought = [one for one in parameters if one == "config" or one.startswith("file:")]
+    if what == "load" and brought:
+        raise ModelInputError(
+            f"'{brought[0]:.80}' is not taken from callers; {name} is loaded as it is "
+            "in its directory, with the options of its model.toml"
+        )
     await (model.load() if what == "load" else model.unload())
 
 

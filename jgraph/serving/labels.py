@@ -139,6 +139,8 @@ def one_at_a_time(model: Path) -> Iterator[None]:
 
 
 def _write_label(model: Path, label: str, version: int | None) -> Labels:
+    if not _is_label(label):
+        raise ArtifactError(_no_label(label))
     now = read_labels(model)
     targets = {name: v for name, v in now.targets.items() if name != label}
     if version is not None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import ssl
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -176,8 +177,8 @@ class ModelServer:
                 "tls=(certificate, key) (--tls-cert, --tls-key), or say "
                 "--insecure-i-accept in a network that is yours alone"
             )
-        for path in self._tls or ():
-            _read(path)
+        if self._tls is not None:
+            _check_pair(*self._tls)
 
     async def _start(self) -> None:
         unreadable = await self._find()
@@ -224,7 +225,8 @@ class ModelServer:
                 self.grpc_port = server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise PortInUseError(
-                f"cannot listen at {address}: is another server there?"
+                f"cannot listen at {address}: another server is there, or this machine "
+                "has no such address"
             ) from error
         self._grpc = await listen(server, grace_s=GRACE_S)
 
@@ -565,6 +567,25 @@ def _certificate_and_key(tls: object) -> tuple[Path, Path]:
         f"tls is {tls!r:.80}; give the files of a certificate and of its key: "
         "tls=('server.crt', 'server.key')"
     )
+
+
+def _check_pair(certificate: Path, key: Path) -> None:
+    """Refuses files that no server could listen with.
+
+    Raises:
+      CertificateError: says what is wrong.
+    """
+    for path in (certificate, key):
+        _read(path)
+    try:
+        # Asked for no password, OpenSSL would wait for one at the terminal.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key, password="")
+    except (ssl.SSLError, ValueError) as error:
+        raise CertificateError(
+            f"{certificate} and {key} are no certificate and its key: {error}; give "
+            "files in PEM, the certificate first, and the key without a password"
+        ) from error
 
 
 def _address(host: str, port: int) -> str:

@@ -27,6 +27,7 @@ from jgraph.serving.inference import (
     control,
     from_raw,
     put,
+    refuse_elsewhere,
     signature_of,
 )
 from jgraph.serving.refusals import Refusal, check_token
@@ -273,14 +274,18 @@ class InferenceService:
         )
 
     async def _load(self, request: Any, _: Context) -> pb.RepositoryModelLoadResponse:
-        await control(self._models, request.model_name, "load", self._allow_control)
+        await self._control(request, "load")
         return pb.RepositoryModelLoadResponse()
 
     async def _unload(
         self, request: Any, _: Context
     ) -> pb.RepositoryModelUnloadResponse:
-        await control(self._models, request.model_name, "unload", self._allow_control)
+        await self._control(request, "unload")
         return pb.RepositoryModelUnloadResponse()
+
+    async def _control(self, request: Any, what: str) -> None:
+        allowed, name = self._allow_control, request.model_name
+        await control(self._models, name, what, request.parameters, allowed=allowed)
 
 
 async def _refuse(context: Context, refusal: Refusal) -> None:
@@ -511,6 +516,10 @@ def inputs_of(request: pb.ModelInferRequest, signature: Signature) -> dict[str, 
     Raises:
       ModelInputError: they are not what the model takes.
     """
+    tensors: tuple[Any, ...] = (*request.inputs, *request.outputs)
+    for tensor in tensors:
+        if tensor.parameters:
+            refuse_elsewhere(tensor.name, tensor.parameters)
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise ModelInputError(

@@ -31,6 +31,7 @@ from jgraph.serving.inference import (
     control,
     from_raw,
     put,
+    refuse_elsewhere,
     signature_of,
 )
 from jgraph.serving.refusals import Refusal, check_token
@@ -383,8 +384,11 @@ class InferenceRoutes:
         return await self._control(request, "unload")
 
     async def _control(self, request: Request, what: str) -> Response:
-        allowed = self._door.allow_control
-        await control(self._models, request.path_params["model"], what, allowed)
+        name, allowed = request.path_params["model"], self._door.allow_control
+        body = await self._door.body(request)
+        asked = parsed(body, allows_nan=False) if body.strip() else {}
+        parameters = object_in(asked, "parameters")
+        await control(self._models, name, what, parameters, allowed=allowed)
         return JSONResponse({})
 
     async def _infer(self, request: Request) -> Response:
@@ -612,7 +616,9 @@ def inputs_of(
         ):
             raise ModelInputError(f"the shape of '{spec.name}' is a list of sizes")
         datatype = str(one.get("datatype"))
-        size = object_in(one, "parameters").get("binary_data_size")
+        parameters = object_in(one, "parameters")
+        refuse_elsewhere(spec.name, parameters)
+        size = parameters.get("binary_data_size")
         if size is None:
             value = _from_json(spec, datatype, shape, one.get("data"))
         else:
@@ -656,7 +662,9 @@ def wanted_outputs(asked: dict[str, Any], options: dict[str, Any]) -> dict[str, 
         name = str(one.get("name"))
         if name in wanted:
             raise ModelInputError(f"the output '{name:.80}' is named twice")
-        wanted[name] = object_in(one, "parameters").get("binary_data", default) is True
+        parameters = object_in(one, "parameters")
+        refuse_elsewhere(name, parameters)
+        wanted[name] = parameters.get("binary_data", default) is True
     return wanted
 
 

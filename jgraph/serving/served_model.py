@@ -34,6 +34,7 @@ from jgraph.coordination.serving.versions import (
 from jgraph.errors import (
     ArtifactError,
     JGError,
+    ModelInputError,
     ModelNotFoundError,
     ModelNotReadyError,
 )
@@ -292,7 +293,10 @@ class _Held:
         self._version.under_way += 1
         return self._version
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: object, _: object) -> None:
+        if isinstance(error, ModelInputError | ModelNotFoundError):
+            # Nobody else counts it: it came to no queue.
+            self._version.statistics.failed(error.code, 0.0)
         self._version.under_way -= 1
         self._let_go(self._version.number)
 

@@ -310,6 +310,8 @@ def array_of_numbers(spec: TensorSpec, value: Any) -> Array:
     Example:
       >>> array_of_numbers(TensorSpec("x", "float32", (None,)), [1, 2.5]).dtype
       dtype('float32')
+      >>> array_of_numbers(TensorSpec("id", "uint64", (None,)), [1, 2**64 - 1]).max()
+      np.uint64(18446744073709551615)
     """
     wanted = spec.np_dtype
     try:
@@ -318,6 +320,8 @@ def array_of_numbers(spec: TensorSpec, value: Any) -> Array:
         raise _no_numbers(spec, f"is no array: {str(error).splitlines()[0]}") from error
     if not array.size:
         return np.zeros(array.shape, wanted)
+    if wanted == np.uint64 and array.dtype.kind == "f":
+        array = _unsigned(value, array)
     kinds = {"b": "b", "i": "iu", "u": "iu"}.get(wanted.kind, "iuf")
     if array.dtype.kind not in kinds:
         raise _no_numbers(spec, f"has values that are no {spec.dtype}")
@@ -333,6 +337,18 @@ def array_of_numbers(spec: TensorSpec, value: Any) -> Array:
     if wanted.kind != "b" and not is_finite(cast) and np.isfinite(array).all():
         raise _no_numbers(spec, f"has values that {spec.dtype} does not hold")
     return cast
+
+
+def _unsigned(value: Any, array: Array) -> Array:
+    """Returns whole numbers of which some are beyond int64, as they are.
+
+    NumPy makes floats of such ones beside smaller ones, and loses digits. What is a
+    float, or beyond uint64, stays what NumPy made of it.
+    """
+    exact = np.asarray(value, object)
+    if all(type(one) is int and 0 <= one < 1 << 64 for one in exact.flat):
+        return exact.astype(np.uint64)
+    return array
 
 
 def _as_array(value: Any) -> Array:

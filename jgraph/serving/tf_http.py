@@ -19,10 +19,17 @@ from jgraph.serving.oip_http import (
     numbers_of,
     parsed,
     refusing,
+    said,
     version_of,
     while_there,
 )
-from jgraph.serving.signature import Array, Signature, array_of_numbers, listed
+from jgraph.serving.signature import (
+    DATATYPES,
+    Array,
+    Signature,
+    array_of_numbers,
+    listed,
+)
 
 _STATES: Final = {
     versions.FOUND: "START",
@@ -31,6 +38,12 @@ _STATES: Final = {
     versions.DRAINING: "UNLOADING",
     versions.FAILED: "END",
     versions.GONE: "END",
+}
+_TYPES: Final = {
+    **{name: f"DT_{name.upper()}" for name in DATATYPES},
+    "float16": "DT_HALF",
+    "float32": "DT_FLOAT",
+    "float64": "DT_DOUBLE",
 }
 _KEYS: Final = frozenset({"signature_name", "instances", "inputs"})
 
@@ -56,11 +69,32 @@ class TensorFlowRoutes:
             "/v1/models/{model}/labels/{label}",
         ):
             predict, status = refusing(self._predict), refusing(self._status)
+            metadata, verb = refusing(self._metadata), refusing(self._no_verb)
             routes += [
                 Route(f"{path}:predict", predict, methods=["POST"]),
+                Route(f"{path}:{{verb}}", verb, methods=["GET", "POST"]),
+                Route(f"{path}/metadata", metadata, methods=["GET"]),
                 Route(path, status, methods=["GET"]),
             ]
         return routes
+
+    async def _no_verb(self, request: Request) -> Response:
+        verb = request.path_params["verb"]
+        if verb == "predict":
+            return said(405, "':predict' is asked by POST", {"Allow": "POST"})
+        return said(404, f"there is no ':{verb:.40}' here; send tensors to ':predict'")
+
+    async def _metadata(self, request: Request) -> Response:
+        model = self._models.model(request.path_params["model"])
+        with model.routed(version_of(request)) as version:
+            signatures = {
+                name: _described(function.signature)
+                for name, function in version.loaded.functions.items()
+            }
+            number = str(version.number)
+        spec = {"name": model.name, "signature_name": "", "version": number}
+        described = {"signature_def": {"signature_def": signatures}}
+        return JSONResponse({"model_spec": spec, "metadata": described})
 
     async def _status(self, request: Request) -> Response:
         model = self._models.model(request.path_params["model"])
@@ -95,11 +129,14 @@ class TensorFlowRoutes:
             signature = signature_of(version, name)
             values = await door.where_due(len(raw), inputs_of, body, signature)
             asked = self._models.asked(version, name, values)
+            by_rows = "instances" in body
+            if by_rows:
+                check_rows(signature, len(body["instances"]))
             answer = self._models.at_once(asked)
             if answer is None:
                 answer = await while_there(request, self._models.answer(asked))
         size = NUMBER * sum(value.size for _, value in answer.outputs)
-        write = functools.partial(_content, answer, by_rows="instances" in body)
+        write = functools.partial(_content, answer, by_rows=by_rows)
         content = await door.where_due(size, write)
         return Response(content, media_type="application/json")
 
@@ -156,12 +193,44 @@ def _by_rows(body: dict[str, Any], signature: Signature) -> dict[str, Array]:
     return _by_name({"inputs": columns}, signature)
 
 
+def check_rows(signature: Signature, rows: int) -> None:
+    """Refuses to answer by rows what has none.
+
+    Raises:
+      ModelInputError: an output has not one for each instance.
+    """
+    for spec in signature.outputs:
+        if not spec.shape or spec.shape[0] not in (None, rows):
+            raise ModelInputError(
+                f"the output '{spec}' has no row for each of the {rows} instances; "
+                "send 'inputs' in place of 'instances'"
+            )
+
+
 def _only(signature: Signature) -> str:
     if len(signature.inputs) != 1:
         raise ModelInputError(
             f"the model has several inputs ({listed(signature.inputs)}); name them"
         )
     return signature.inputs[0].name
+
+
+def _described(signature: Signature) -> dict[str, Any]:
+    """Returns a signature as TensorFlow describes one, whose sizes are strings."""
+    found: dict[str, Any] = {"method_name": "tensorflow/serving/predict"}
+    for kind, specs in (("inputs", signature.inputs), ("outputs", signature.outputs)):
+        found[kind] = {
+            spec.name: {
+                "dtype": _TYPES[spec.dtype],
+                "name": spec.name,
+                "tensor_shape": {
+                    "dim": [{"size": f"{n}", "name": ""} for n in spec.wire_shape],
+                    "unknown_rank": False,
+                },
+            }
+            for spec in specs
+        }
+    return found
 
 
 def _content(answer: Answer, *, by_rows: bool) -> bytes:

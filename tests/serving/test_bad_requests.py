@@ -71,6 +71,7 @@ def told(server: jg.ModelServer, **change: Any) -> tuple[int, str]:
         ({"data": None}, "list of values"),
         ({"parameters": {"binary_data_size": 4}}, "binary_data_size"),
         ({"parameters": {"binary_data_size": -1}}, "binary_data_size"),
+        ({"parameters": {"shared_memory_region": "r"}}, "shared memory, and this"),
     ],
 )
 def test_an_input_that_is_not_the_models_is_named(
@@ -269,6 +270,41 @@ def test_a_message_whose_parts_do_not_fit_is_an_invalid_argument(
     assert (failed.value.details() or "").startswith("JG-603")
 
 
+@pytest.mark.parametrize("parameter", ["shared_memory_region", "classification"])
+def test_a_tensor_is_neither_read_nor_left_where_this_server_does_not_look(
+    parameter: str, server: jg.ModelServer
+) -> None:
+    output = {"name": "y", "parameters": {parameter: "1"}}
+    status, answer, _ = call(
+        server, "POST", INFER, {"inputs": [GOOD], "outputs": [output]}
+    )
+    assert (status, answer["code"]) == (400, "JG-603")
+    asked = infer_request()
+    asked.outputs.add(name="y").parameters[parameter].string_param = "1"
+    given = infer_request(shape=[0])
+    del given.raw_input_contents[:]
+    given.inputs[0].parameters[parameter].string_param = "1"
+    for request in (asked, given):
+        with pytest.raises(grpc.RpcError, match="and this server") as failed:
+            infer(server, request)
+        assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_requests_without_rows_and_bad_ones_are_counted(server: jg.ModelServer) -> None:
+    def counts() -> tuple[int, int]:
+        told = call(server, "GET", "/v2/models/half_plus_three/stats")[1]
+        found = told["model_stats"][0]["inference_stats"]
+        return found["success"]["count"], found["fail"]["count"]
+
+    answered, refused = counts()
+    empty = {"inputs": [{**GOOD, "shape": [0], "data": []}]}
+    assert call(server, "POST", INFER, empty)[0] == 200
+    assert told(server, name="other")[0] == 400
+    with pytest.raises(grpc.RpcError):
+        infer(server, infer_request(name="other"))
+    assert counts() == (answered + 1, refused + 2)
+
+
 def test_contents_are_answered_as_contents(server: jg.ModelServer) -> None:
     request = infer_request(contents=pb.InferTensorContents(fp32_contents=[1.0]))
     del request.raw_input_contents[:]
@@ -303,6 +339,17 @@ def test_control_needs_leave(models: Any) -> None:
             path = f"/v2/repository/models/mean/{what}"
             status, answer, _ = call(server, "POST", path)
             assert (status, answer["code"]) == (403, "JG-115")
+
+
+def test_a_model_is_loaded_from_its_directory_and_not_from_a_request(
+    server: jg.ModelServer,
+) -> None:
+    path = "/v2/repository/models/mean/load"
+    for name in ("config", "file:1/model.onnx"):
+        status, answer, _ = call(server, "POST", path, {"parameters": {name: "{}"}})
+        assert (status, answer["code"]) == (400, "JG-603")
+        assert "its model.toml" in answer["error"]
+    assert call(server, "POST", path, {"parameters": {}})[0] == 200
 
 
 def test_a_server_does_not_let_strangers_in_by_mistake(
@@ -478,6 +525,15 @@ def test_one_bad_request_of_many_hurts_nobody(server: jg.ModelServer) -> None:
     for thread in threads:
         thread.join(60)
     assert not wrong
+
+
+def test_a_key_of_another_certificate_is_told_as_such(
+    models: Any, tmp_path: Any
+) -> None:
+    make_certificates(tmp_path, [TaskName(f"/job:serve/task:{n}") for n in (0, 1)])
+    files = tmp_path / "serve-0.crt", tmp_path / "serve-1.key"
+    with pytest.raises(CertificateError, match="are no certificate and its key"):
+        jg.serve(models, http_port=None, tls=files)
 
 
 def test_with_a_certificate_both_protocols_speak_tls_only(

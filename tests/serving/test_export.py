@@ -403,6 +403,8 @@ def test_a_label_names_a_version_that_is_there(tmp_path: Path) -> None:
         set_label(model, "canary", 2)
     assert set_label(model, "canary", 1).targets == {"canary": 1}
     assert set_label(model, "canary", None).targets == {}
+    with pytest.raises(ArtifactError, match="'split' is no label"):
+        set_label(model, "split", 1)
 
 
 @pytest.mark.slow

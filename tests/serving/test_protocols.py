@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,6 +64,29 @@ def test_the_requests_of_tensorflow_servings_pages(server: jg.ModelServer) -> No
     assert (status, answer) == (200, {"model_version_status": [row]})
     answer = call(server, "POST", f"{path}:predict", b'{"instances": [NaN]}')[1]
     assert np.isnan(answer["predictions"][0])
+    answer = call(server, "GET", f"{path}/versions/1/metadata")[1]
+    assert answer["model_spec"]["version"] == "1"
+    signatures = answer["metadata"]["signature_def"]["signature_def"]
+    x = signatures["serving_default"]["inputs"]["x"]
+    assert x["dtype"] == "DT_FLOAT"
+    assert x["tensor_shape"]["dim"] == [{"size": "-1", "name": ""}]
+    for method, verb, code in (("POST", "classify", 404), ("GET", "predict", 405)):
+        status, answer, _ = call(server, method, f"{path}:{verb}")
+        assert (status, answer["code"]) == (code, "JG-621")
+        assert ":predict'" in answer["error"]
+
+
+def test_outputs_that_have_no_rows_are_not_asked_for_by_rows(tmp_path: Path) -> None:
+    x = np.ones((2, 1), np.float32)
+    of = lambda x: {"sum": x.sum(), "twice": x * 2}
+    jg.export(of, x, tmp_path / "m", batch=None)
+    with jg.serve(tmp_path, grpc_port=None) as server:
+        path = "/v1/models/m:predict"
+        answer = call(server, "POST", path, {"inputs": x.tolist()})[1]
+        assert answer["outputs"]["sum"] == 2.0
+        status, answer, _ = call(server, "POST", path, {"instances": x.tolist()})
+    assert (status, answer["code"]) == (400, "JG-603")
+    assert "'sum: float32[]' has no row for each of the 2" in answer["error"]
 
 
 def test_rows_by_name_and_several_outputs(server: jg.ModelServer) -> None:
