@@ -78,6 +78,8 @@ class ChangeStreams:
         self._directory = None if directory is None else directory / _OWN
         self._loop = asyncio.get_running_loop()
         self._sources: dict[str, _Source] = {}
+        self._ending: dict[str, WalThread] = {}
+        """The log of each stream that was dropped last."""
         self._copies: dict[str, Follower] = {}
         self.methods: Mapping[str, Answer] = {
             "KeepRecords": self._keep,
@@ -91,11 +93,17 @@ class ChangeStreams:
     async def _keep(self, request: Frame) -> AsyncIterator[Frame]:
         """Answers when all that is there is kept."""
         order = body_of(request)
-        if order.stream not in self._sources:
+        source = self._sources.get(order.stream)
+        if source is None:
             source = self._sources[order.stream] = self._source(order)
-            await self._shell.run(partial(self._begin, source, order))
-            await self._all_kept(source.recorder)
-        recorder = self._sources[order.stream].recorder
+            try:
+                await self._shell.run(partial(self._begin, source, order))
+                await self._all_kept(source.recorder)
+            except BaseException:  # or who asks again would take it for kept
+                if self._sources.get(order.stream) is source:
+                    self.drop([order.stream])
+                raise
+        recorder = source.recorder
         for handle, program in zip(order.handles, order.programs, strict=False):
             due = None
             if order.updates:
@@ -128,6 +136,9 @@ class ChangeStreams:
 
     def _begin(self, source: _Source, order: pb.KeepRecords) -> None:
         if source.log is not None:
+            # One of this name that was dropped may still have its files in hand.
+            if (before := self._ending.pop(order.stream, None)) is not None:
+                before.join()
             source.log.start()
             return
 
@@ -302,6 +313,8 @@ class ChangeStreams:
     def drop(self, streams: Collection[str]) -> None:
         """Ends these streams (none named: all), and removes their logs."""
         error = CopyLostError(f"{self._runtime.task} records nothing any more")
+        ending = {s: log for s, log in self._ending.items() if log.is_writing}
+        self._ending = ending
         for stream in [s for s in self._sources if not streams or s in streams]:
             source = self._sources.pop(stream)
             source.recorder.fail(error)
@@ -309,6 +322,7 @@ class ChangeStreams:
                 source.ahead.close()
             if source.log is not None:
                 source.log.end(remove=True)
+                ending[stream] = source.log
         for stream in [s for s in self._copies if not streams or s in streams]:
             del self._copies[stream]
         if self._directory is not None:

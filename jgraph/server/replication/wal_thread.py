@@ -59,24 +59,34 @@ class WalThread:
         self._writer = LogWriter(directory, stream)
         self._due = threading.Event()
         self._is_closed = self._is_gone = False
+        self._turn = threading.Lock()  # of who starts it, and who ends it
         self.recorder = Recorder(self._due.set)
         self._thread = threading.Thread(
             target=self._run, name=f"jgraph-log-{stream}", daemon=True
         )
 
     def start(self) -> None:
-        """Begins with all that is there."""
+        """Begins with all that is there; not at all after ``end``."""
         self._tell(self._base)
-        self._thread.start()
+        with self._turn:
+            if not self._is_closed:
+                self._thread.start()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether its thread goes on."""
+        return self._thread.is_alive()
 
     def join(self) -> None:
         """Waits until nothing more is written, after ``end``."""
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def end(self, *, remove: bool) -> None:
         """Writes nothing more; the files stay unless they are to be removed."""
-        self._is_gone = remove
-        self._is_closed = True
+        with self._turn:
+            self._is_gone = remove
+            self._is_closed = True
         self._due.set()
 
     def _run(self) -> None:
