@@ -9,7 +9,8 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -203,11 +204,29 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether jgraph wrote a checkpoint, whole or not."""
-    if (path / FILE).is_file():
-        return True
-    # A directory of steps has a proof too: for the master that saves there.
-    return (path / PROOF).is_file() and (path / "_METADATA").is_file()
+    """Whether jgraph wrote a checkpoint, whole or not.
+
+    Raises:
+      CheckpointError: the disk does not say.
+    """
+    with looking(path):
+        if (path / FILE).is_file():
+            return True
+        # A directory of steps has a proof too: for the master that saves there.
+        return (path / PROOF).is_file() and (path / "_METADATA").is_file()
+
+
+@contextmanager
+def looking(path: Path) -> Iterator[None]:
+    """What the disk says of a directory of checkpoints, or of one, is one error."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot look for checkpoints in {path}: {error.strerror or error}; give "
+            "a directory that you may read",
+            path=str(path),
+        ) from error
 
 
 def is_committed(path: Path) -> bool:

@@ -30,6 +30,7 @@ from jgraph.runtime.files.manifest import (
     Manifest,
     directory_of,
     is_ours,
+    looking,
     read_manifest,
 )
 from jgraph.runtime.files.shard_files import Slice, make_array
@@ -60,18 +61,26 @@ def steps_in(directory: Path) -> list[int]:
 
     Those of other programs too. One that was being replaced when its writer was killed
     has its name again.
+
+    Raises:
+      CheckpointError: the directory cannot be read.
     """
-    if not directory.is_dir():
-        return []
-    for path in list(directory.glob("*.old-*")):
-        if (old := _OLD.fullmatch(path.name)) and old[1].isdecimal():
-            put_back(directory / old[1])
-    found = [p for p in directory.iterdir() if p.name.isdecimal() and p.is_dir()]
+    with looking(directory):
+        if not directory.is_dir():
+            return []
+        for path in list(directory.glob("*.old-*")):
+            if (old := _OLD.fullmatch(path.name)) and old[1].isdecimal():
+                put_back(directory / old[1])
+        found = [p for p in directory.iterdir() if p.name.isdecimal() and p.is_dir()]
     return sorted(int(path.name) for path in found)
 
 
 def our_steps(directory: Path) -> list[int]:
-    """Returns the steps that jgraph wrote, oldest first."""
+    """Returns the steps that jgraph wrote, oldest first.
+
+    Raises:
+      CheckpointError: the directory, or a step, cannot be read.
+    """
     return [step for step in steps_in(directory) if is_ours(directory / str(step))]
 
 

@@ -123,12 +123,16 @@ class WriterLease:
         )
         if not self._create(mine):
             raise _refused(self._directory, newest(self._directory), now)
-        failpoint("lease.file_created")
-        for number in _generations(self._directory):
-            if number < mine.generation:
-                _file(self._directory, number).unlink(missing_ok=True)
         self._own = mine
         self._released.clear()
+        try:
+            failpoint("lease.file_created")
+            for number in _generations(self._directory):
+                if number < mine.generation:
+                    _file(self._directory, number).unlink(missing_ok=True)
+        except BaseException:
+            self.release()
+            raise
         threading.Thread(
             target=self._renew_on, name="jgraph-lease", daemon=True
         ).start()

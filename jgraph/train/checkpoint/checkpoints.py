@@ -24,6 +24,7 @@ from jgraph.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointForeignError,
+    CheckpointWriterError,
     ConfigError,
 )
 from jgraph.failpoints import failpoint
@@ -174,7 +175,11 @@ class CheckpointWriter:
     def __enter__(self) -> Self:
         with _writing(self.directory):
             self._lease.acquire()
-        clear_unfinished(self.directory)
+            try:
+                clear_unfinished(self.directory)
+            except BaseException:
+                self._lease.release()
+                raise
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -230,7 +235,9 @@ class CheckpointWriter:
                 ) from error
         try:
             self.prune()
-        except OSError as error:  # the step is there all the same
+        except CheckpointWriterError:
+            raise
+        except (CheckpointError, OSError) as error:  # the step is there all the same
             _LOG.warning("could not delete steps of %s: %s", self.directory, error)
         return path
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jgraph.errors import CheckpointError, CheckpointForeignError
-from jgraph.runtime.files.manifest import is_committed, is_ours
+from jgraph.runtime.files.manifest import is_committed, is_ours, looking
 from jgraph.train.model.trees import Path as Names, Tree, path_of
 from jgraph.view import markup
 
@@ -66,14 +66,18 @@ def find(path: Path) -> Path | None:
     """Returns the checkpoint that a path means; None: there is none of such programs.
 
     That is the path itself, or its newest step.
+
+    Raises:
+      CheckpointError: the disk does not say.
     """
-    if path.is_file():
-        return path
-    if not path.is_dir() or is_ours(path):
-        return None
-    if is_committed(path) and ((path / _TREE).is_file() or _items(path)):
-        return path
-    steps = ((_STEP.fullmatch(one.name), one) for one in path.iterdir())
+    with looking(path):
+        if path.is_file():
+            return path
+        if not path.is_dir() or is_ours(path):
+            return None
+        if is_committed(path) and ((path / _TREE).is_file() or _items(path)):
+            return path
+        steps = [(_STEP.fullmatch(one.name), one) for one in path.iterdir()]
     newest_first = sorted(((int(m[1]), p) for m, p in steps if m), reverse=True)
     return next((p for _, one in newest_first if (p := find(one)) is not None), None)
 

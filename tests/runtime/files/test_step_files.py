@@ -9,7 +9,13 @@ from jgraph.errors import CheckpointCorruptError, CheckpointError, CheckpointSpa
 from jgraph.failpoints import armed, fail
 from jgraph.runtime.files import step_files
 from jgraph.runtime.files.manifest import FILE, Leaf, Manifest, read_manifest
-from jgraph.runtime.files.step_files import begin_step, commit_step, prune, steps_in
+from jgraph.runtime.files.step_files import (
+    begin_step,
+    commit_step,
+    our_steps,
+    prune,
+    steps_in,
+)
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -112,3 +118,11 @@ def test_files_that_lead_elsewhere_are_not_copied(tmp_path: Path, kind: str) -> 
         begin_step(tmp_path / "run")
     # A run that goes on asks again and again.
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["3"]
+
+
+def test_a_directory_that_the_disk_does_not_let_anybody_look_into_is_one_error(
+    tmp_path: Path,
+) -> None:
+    there = tmp_path / ("x" * 300)
+    with pytest.raises(CheckpointError, match=r"cannot look for .*name too long"):
+        our_steps(there)

@@ -136,3 +136,11 @@ def test_a_lease_outlives_a_disk_that_fails_when_it_is_renewed(
     mine.check()
     mine.release()
     assert newest(tmp_path).released
+
+
+def test_a_lease_that_could_not_be_taken_to_the_end_is_nobodys(tmp_path: Path) -> None:
+    mine = lease(tmp_path)
+    with armed("lease.file_created", fail), pytest.raises(OSError, match="failpoint"):
+        mine.acquire()
+    assert newest(tmp_path).released
+    lease(tmp_path).acquire()

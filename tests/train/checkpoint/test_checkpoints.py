@@ -42,7 +42,7 @@ from jgraph.runtime.files.step_files import (
     steps_in,
 )
 from jgraph.runtime.files.writer_lease import newest
-from jgraph.train.checkpoint import checkpoint
+from jgraph.train.checkpoint import checkpoint, checkpoints
 from jgraph.train.checkpoint.checkpoints import (
     Checkpoints,
     CheckpointWriter,
@@ -234,6 +234,17 @@ def test_what_a_writer_left_unfinished_is_removed_by_the_next(tmp_path: Path) ->
     with CheckpointWriter(tmp_path):
         names = {path.name for path in tmp_path.iterdir()}
     assert names == {"1", *of_others, "jgraph_writer.2.json"}
+
+
+def test_a_writer_that_could_not_begin_leaves_the_directory_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "clear_unfinished", lambda _: fail())
+        with pytest.raises(CheckpointError, match="cannot write"):
+            CheckpointWriter(tmp_path).__enter__()
+    with CheckpointWriter(tmp_path):
+        pass
 
 
 @pytest.mark.row(20)
