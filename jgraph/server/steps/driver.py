@@ -137,7 +137,7 @@ class StepDriver:
           trace: have every task note when its nodes run, see ``DrivenStep.parts``.
 
         Raises:
-          InvalidProgramError: no such program here.
+          InvalidProgramError: no such program or gate here; no other task goes on.
           FeedError: the feeds are not the program's.
         """
         program = self._runtime.program(handle)
@@ -164,15 +164,19 @@ class StepDriver:
         for task in tasks:
             if task != self._runtime.task:
                 self._messages.order(task, order)
-        self._runtime.start_step(
-            step,
-            lambda outcome, times: self._own_part_over(driven, outcome, times),
-            feeds=feeds,
-            ordered=ordered,
-            ahead=ahead,
-            compute_wait_s=compute_wait_s,
-            trace=trace,
-        )
+        try:
+            self._runtime.start_step(
+                step,
+                lambda outcome, times: self._own_part_over(driven, outcome, times),
+                feeds=feeds,
+                ordered=ordered,
+                ahead=ahead,
+                compute_wait_s=compute_wait_s,
+                trace=trace,
+            )
+        except BaseException as error:
+            self._take_back(driven, as_error(error, self._runtime.task))
+            raise
         return driven
 
     async def run(
@@ -244,6 +248,13 @@ class StepDriver:
         """Fails everything under way."""
         for driven in list(self._steps.values()):
             self._handle(driven, PartFailed(TaskName(""), error))
+
+    def _take_back(self, driven: DrivenStep, error: JGError) -> None:
+        """Ends a step that could not begin here; who started it knows why."""
+        self._forget(driven)
+        for instruction in driven.tracker.handle(PartFailed(TaskName(""), error)):
+            if isinstance(instruction, Abort):
+                self._abort(instruction.task, driven.step, error)
 
     def _own_part_over(
         self, driven: DrivenStep, outcome: Outcome, times: StepTimes
