@@ -8,6 +8,7 @@ import grpc
 
 from jgraph.rpc.dial import (
     CONNECT_TIMEOUT_S,
+    diagnose,
     is_cancelled,
     lost_call,
     open_channel,
@@ -35,6 +36,8 @@ class Channels:
     async def shared(self, dst: Address, timeout_s: float) -> grpc.aio.Channel:
         """Returns the connected channel to ``dst``, shared by all calls to it.
 
+        Each waits for it no longer than its own ``timeout_s``.
+
         Raises:
           JGError: as ``open_channel``, or that this side closed meanwhile.
         """
@@ -47,12 +50,19 @@ class Channels:
             await channel.close(None)
             opening = self._shared.get(dst)
         if opening is None:
-            timeout_s = min(CONNECT_TIMEOUT_S, timeout_s)
-            opening = asyncio.create_task(self.open(dst, timeout_s))
+            opening = asyncio.create_task(self.open(dst, CONNECT_TIMEOUT_S))
             self._shared[dst] = opening
             opening.add_done_callback(partial(self._forget_failed, dst))
+        limit = asyncio.timeout(timeout_s if timeout_s < CONNECT_TIMEOUT_S else None)
         try:
-            return await asyncio.shield(opening)
+            async with limit:
+                return await asyncio.shield(opening)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise await diagnose(
+                dst, timeout_s=timeout_s, identity=self._identity
+            ) from error
         except asyncio.CancelledError:
             if is_cancelled():
                 raise

@@ -69,22 +69,28 @@ class ServerPort:
           AddressError: ``bind`` is not an address of this machine.
           PortInUseError: another process listens at the data port.
         """
-        host = split_address(self._bind)[0]
         local = data = None
-        if self._data_port is not None:
-            try:
-                listening = new_data_socket(host, self._data_port)
-            except OSError as error:
-                raise bind_error(self._address(self._data_port)) from error
-            context: ssl.SSLContext | None = None
-            if self._identity is not None and not self._seals:
-                context = self._identity.data_context(accepts=True)
-            data = SocketListener(context, seals=self._seals)
-            data.open(listening)
-        if near:
-            local = SocketListener()
-            local.open(*new_local_socket())
+        try:
+            if self._data_port is not None:
+                data = self._data_door(self._data_port)
+            if near:
+                local = SocketListener()
+                local.open(*new_local_socket())
+        except BaseException:
+            Doors(local, data).close()
+            raise
         return Doors(local, data)
+
+    def _data_door(self, port: int) -> SocketListener:
+        context: ssl.SSLContext | None = None
+        if self._identity is not None and not self._seals:
+            context = self._identity.data_context(accepts=True)
+        door = SocketListener(context, seals=self._seals)
+        try:
+            door.open(new_data_socket(split_address(self._bind)[0], port))
+        except OSError as error:
+            raise bind_error(self._address(port)) from error
+        return door
 
     async def listen(
         self, handler: "grpc.GenericRpcHandler[bytes, bytes]", doors: Doors
