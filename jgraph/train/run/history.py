@@ -70,7 +70,7 @@ class History:
         self.rounds = Rounds()
         """Who took part in its rounds, once the run has ended."""
         self.events: Events = ()
-        """What happened in hash tables, once the run has ended."""
+        """What happened in hash tables, as far as was asked; at the end all of it."""
         self._untold = 0
 
     @property
@@ -135,6 +135,7 @@ class History:
     def add_events(self, seconds: float, events: Events) -> None:
         """Appends how hash tables stand now; names get the prefix ``table_``."""
         if events:
+            self.events = events
             row = {f"table_{n}": sum(getattr(e, n) for e in events) for n in COUNTS}
             with self._lock:
                 step = self._stretches[-1].first + self._count

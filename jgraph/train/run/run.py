@@ -319,7 +319,8 @@ class Run:
 
         Each says how many ids got a row (``admitted``), how many rows were given up for
         others (``evicted``) or for their age (``expired``), how many ids the policy
-        (``declined``) or the budget (``refused``) kept out, and what is held now.
+        (``declined``) or the budget (``refused``) kept out, and what is held now. Of a
+        run that ended as its cluster did: what was asked last, once a second.
 
         Example:
           ``sum(event.evicted for event in run.events())``.

@@ -78,6 +78,8 @@ def test_hash_tables_are_asked_once_a_second_and_at_the_end() -> None:
     for now in (100.5, 101.0, 101.5):
         clock.time = now
         watch.take(chunk(0, [now - 100]))
+    # All that is known if the cluster ends the run, and nobody can be asked any more.
+    assert [event.evicted for event in history.events] == [1, 1]
     assert watch.finish(lambda: 3) == []
     found = history.metrics("table_rows")
     assert found["step"].tolist() == [2, 3]
