@@ -38,11 +38,13 @@ class RunLosses:
 
     Attributes:
       known: which process of each task the run knows.
+      renewed: tasks that came back as another process than the run knew.
       unreached: errors of workers that did not reach a ps, though it was there.
     """
 
     def __init__(self, order: pb.OpenRun, peers: Peers) -> None:
         self.known: dict[TaskName, str] = {}
+        self.renewed: set[TaskName] = set()
         self.unreached: dict[TaskName, JGError] = {}
         self._order = order
         self._peers = peers
@@ -132,6 +134,8 @@ class RunLosses:
             self.unreached[task] = TaskLostError(what, task=task)
             return False
         if task in ready and await reaches_state(self._peers, self._order, task):
+            if before and ready[task] != before:
+                self.renewed.add(task)
             self.known[task] = ready[task]
             return True
         return False

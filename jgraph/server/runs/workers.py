@@ -340,8 +340,10 @@ class RunWorkers:
         if ready is None:
             return
         if ready:
-            text = "%s answers again and takes part in the run"
-            _LOG.warning(text, self.orders.replicas[replica].task)
+            task = TaskName(self.orders.replicas[replica].task)
+            renewed = ", as another process" if task in self.losses.renewed else ""
+            self.losses.renewed.discard(task)
+            _LOG.warning("%s answers again and takes part in the run%s", task, renewed)
         self.handle(WorkerReady(replica) if ready else WorkerNotReady(replica))
 
     async def _make_ready(self, replica: int, number: int) -> bool | None:

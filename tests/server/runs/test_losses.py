@@ -78,6 +78,7 @@ def test_an_owner_that_was_started_again_is_not_taken_back_as_a_worker() -> None
         assert error is not None
         assert "was started again, and what it held is lost" in error.message
         assert found.known == {OWNER: "1", WORKER: "8"}
+        assert found.renewed == {WORKER}
         found.known = {}  # it did not answer when the run learned who is there
         assert await found.is_back(OWNER, ready)
 
