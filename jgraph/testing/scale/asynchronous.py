@@ -14,7 +14,6 @@ from jgraph.testing.scale.cluster import (
     SimulatedCluster,
     SimulatedWorker,
 )
-from jgraph.testing.scale.queues import OwnHost
 
 
 @final
@@ -37,7 +36,6 @@ class AsynchronousRun:
         self._workers = {w.name: w for w in cluster.workers}
         self._plan = SlotPlan([Part("data", steps)], batch_size=1, seed=0)
         self._dispatch = Dispatch(self._plan, budget=steps, workers=len(self._workers))
-        self._master = OwnHost(cluster.sim)
         self._admission = None
         if max_staleness is not None:
             shards = [name for group in cluster.groups for name in group.members]
@@ -69,7 +67,7 @@ class AsynchronousRun:
         idle = worker.is_idle and not worker.ready
         asked = Asked(worker.name, worker.done, wanted, idle=idle)
         seconds = 2 * self._costs.frame_s + self._costs.dispatch_event_s
-        self._cluster.post(self._master, seconds, partial(self._deal, asked))
+        self._cluster.post(self._cluster.master, seconds, partial(self._deal, asked))
 
     def _deal(self, asked: Asked) -> None:
         began = time.process_time()

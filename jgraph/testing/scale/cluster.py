@@ -238,6 +238,7 @@ class SimulatedCluster:
 
     Attributes:
       groups: the ps; the first is a group of one, the one that decides.
+      master: deals out data, where somebody does.
     """
 
     def __init__(
@@ -275,6 +276,7 @@ class SimulatedCluster:
             for share, count in alike
         ]
         self.ps = len(shares)
+        self.master: Processor = make()
         self.workers = [
             SimulatedWorker(
                 n,

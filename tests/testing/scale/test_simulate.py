@@ -195,6 +195,23 @@ def test_tasks_of_one_host_take_the_cores_that_there_are(mode: Any) -> None:
     assert rate(8, 2) == pytest.approx(2 * rate(8, 1), rel=0.3)
 
 
+def test_who_deals_batches_takes_its_part_of_the_cores_of_one_host() -> None:
+    def rate(dispatch_event_s: float) -> float:
+        return simulate(
+            dense_step(4, variables=1),
+            workers=4,
+            ps=1,
+            mode="async",
+            steps=200,
+            computing=Computing(0.0),
+            costs=replace(FREE, worker_step_s=0.1, dispatch_event_s=dispatch_event_s),
+            cores=1,
+        ).steps_per_s
+
+    assert rate(0.0) == pytest.approx(10, rel=0.1)
+    assert rate(0.05) < 8
+
+
 @pytest.mark.parametrize("workers", [1, 2, 6])
 def test_workers_of_one_host_wait_for_the_ps_as_a_closed_queue_says(
     workers: int,
