@@ -1,7 +1,7 @@
 """Cluster benchmark: compute speed of each task, latency and bandwidth of each link."""
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -40,9 +40,10 @@ def measure(
 ) -> CostModel:
     """Returns how fast the tasks of a cluster are, and the links between them.
 
-    Runs a few steps of some milliseconds: on each task alone, on all tasks of a host
-    at once, and over every link in both directions, one after the other, with frames
-    of the transport that steps use. Nothing else should run meanwhile.
+    Runs steps of some milliseconds, which takes some seconds with what is compiled for
+    them: on each task alone, on all tasks of a host at once, and over every link in
+    both directions, one after the other, with frames of the transport that steps use.
+    Nothing else should run meanwhile.
 
     Args:
       cluster: a ``LocalCluster`` or what ``jg.connect`` gave.
@@ -90,13 +91,17 @@ class _Measuring:
     def _model(self) -> CostModel:
         crowds = [c for h in dict.fromkeys(self._hosts.values()) if (c := self._at(h))]
         groups = [*((task,) for task in self._tasks), *crowds]
-        speeds = [
-            self._register(SpeedProbe(g).compute, _NUMBER, " and ".join(g))
-            for g in groups
-        ]
         pairs = [(a, b) for a in self._tasks for b in self._tasks if a != b]
-        links = [self._register(LinkProbe(tuple(pairs)).send, _NUMBER, "the links")]
-        calls = [self._register(self._first, x, "the client's calls") for x in _CALLS]
+        sends = LinkProbe(tuple(pairs)).send
+        probes = self._registered(
+            [
+                *((SpeedProbe(g).compute, _NUMBER, " and ".join(g)) for g in groups),
+                (sends, _NUMBER, "the links"),
+                *((self._first, x, "the client's calls") for x in _CALLS),
+            ]
+        )
+        at = len(groups)
+        speeds, links, calls = probes[:at], probes[at : at + 1], probes[at + 1 :]
         metadata: dict[str, list[RunMetadata]] = {
             p.handle: [] for p in [*speeds, *links]
         }
@@ -158,19 +163,35 @@ class _Measuring:
         _, parts = self._programs.run_traced(probe.handle, [probe.feed], remaining_s)
         return run_metadata(probe.program, parts)
 
-    def _register(
+    def _registered(
+        self, steps: Sequence[tuple[Callable[[Any], Any], np.ndarray[Any, Any], str]]
+    ) -> list[_Probe]:
+        """Returns probes of functions, feeds and what they measure.
+
+        Tasks compile the programs of all side by side.
+        """
+        programs = [self._planned(fn, feed, what) for fn, feed, what in steps]
+        handles = self._programs.register_all(programs)
+        self._remaining_s("the programs for it")
+        return [
+            _Probe(what, handle, program, feed)
+            for (_, feed, what), handle, program in zip(
+                steps, handles, programs, strict=True
+            )
+        ]
+
+    def _planned(
         self, fn: Callable[[Any], Any], feed: np.ndarray[Any, Any], what: str
-    ) -> _Probe:
+    ) -> Program:
+        self._remaining_s(what)
         with device(None):
             graph, _ = trace(fn, feed, name="measure")
-        program = plan(
+        return plan(
             graph,
             tasks=self._tasks,
             driver=self._cluster.master,
             platforms=self._cluster.platforms,
         ).program
-        self._remaining_s(what)
-        return _Probe(what, self._programs.register(program), program, feed)
 
     def _remaining_s(self, what: str) -> float:
         remaining_s = self._deadline - self._clock.now()
