@@ -9,6 +9,7 @@ import fcntl
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -87,7 +88,9 @@ class JournalWriter:
             ) from error
         if not file.tell():
             file.write(_line_of(HEAD))
-            file.flush()
+        elif not _ends_with_line(self._path):  # of one that was killed as it wrote
+            file.write(b"\n")
+        file.flush()
         return file
 
     def _turn(self) -> None:
@@ -177,7 +180,7 @@ class JournalReader:
             try:
                 while line := file.readline(_LINE):
                     yield line
-            except (OSError, EOFError):
+            except (OSError, EOFError, zlib.error):
                 self.skipped += 1
 
 
@@ -193,6 +196,12 @@ def _number(part: Path) -> int:
 
 def _opened(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
+
+
+def _ends_with_line(path: Path) -> bool:
+    with _opened(path) as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def _check_head(line: bytes, path: Path) -> None:

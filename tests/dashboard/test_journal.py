@@ -137,6 +137,34 @@ def test_a_line_that_was_cut_off_is_skipped(journal: Path) -> None:
     assert reader.skipped == 1
 
 
+def test_what_follows_a_line_that_was_cut_off_is_whole(journal: Path) -> None:
+    journal.write_bytes(journal.read_bytes()[:-20])
+    for second in (5, 6):
+        writer = JournalWriter(journal)
+        writer.write(status(second))
+        writer.close()
+    reader = JournalReader(journal)
+    assert list(reader)[4:] == [status(5), status(6)]
+    assert reader.skipped == 1
+
+
+def test_a_damaged_packed_part_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    path = tmp_path / "board.jsonl"
+    writer = JournalWriter(path, part_bytes=4000)
+    while len(parts_of(path)) < 2:
+        writer.write(status(0))
+    writer.write(status(1))
+    writer.close()
+    part = parts_of(path)[0]
+    packed = bytearray(part.read_bytes())
+    at = len(packed) // 2
+    packed[at : at + 20] = bytes(255 - byte for byte in packed[at : at + 20])
+    part.write_bytes(packed)
+    reader = JournalReader(path)
+    assert list(reader)[-1] == status(1)
+    assert reader.skipped >= 1
+
+
 @pytest.mark.parametrize(
     "line",
     [
