@@ -7,10 +7,14 @@ second and the staleness of most of its updates.
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any, Literal, final
+from socket import gethostname
+from typing import Any, Final, Literal, final
 
 from jgraph.clock import WallClock
 from jgraph.errors import ConfigError
@@ -19,12 +23,16 @@ from jgraph.train.run.run import Run
 from jgraph.view import markup
 
 _LOG = logging.getLogger("jgraph.trackers")
+_REFUSED: Final = re.compile(r"[^-/\w. ]")
+"""What some tracker takes in no name, and refuses the whole report for."""
+_FILES: Final = count()
 
 
 def scalars(report: Report) -> list[tuple[int, dict[str, float]]]:
     """Returns the values of a report, by name, each with the step that they are of.
 
-    Names have the characters that all trackers take: ``job_worker/task_0/steps_per_s``.
+    Names have the characters that all trackers take: ``job_worker/task_0/steps_per_s``,
+    and ``acc_1`` of a metric ``acc@1``.
     """
     values = {**report.metrics, "steps_per_s": report.steps_per_s}
     for worker in report.workers:
@@ -32,12 +40,15 @@ def scalars(report: Report) -> list[tuple[int, dict[str, float]]]:
         if worker.staleness:
             ages = worker.staleness
             values[f"{worker.name}/staleness"] = max(ages, key=lambda a: ages[a])
-    named = {name.lstrip("/").replace(":", "_"): v for name, v in values.items()}
     evaluated = {f"eval_{n}": v for n, v in (report.evaluation or {}).items()}
-    found = [(report.step, named)]
+    found = [(report.step, _named(values))]
     if evaluated:
-        found.append((report.evaluation_step, evaluated))
+        found.append((report.evaluation_step, _named(evaluated)))
     return found
+
+
+def _named(values: Mapping[str, float]) -> dict[str, float]:
+    return {_REFUSED.sub("_", name.lstrip("/")): v for name, v in values.items()}
 
 
 @final
@@ -45,7 +56,9 @@ class TensorBoard:
     """Writes the metrics of a run as event files: ``tensorboard --logdir DIR``.
 
     Values are those of ``scalars``. Needs tensorboardX, and no TensorFlow:
-    ``pip install 'jgraph[tensorboard]'``.
+    ``pip install 'jgraph[tensorboard]'``. A directory that cannot be written when the
+    run begins ends it; a disk that is full later does not: a warning says so, and
+    another file begins with the first report for which there is room.
 
     Args:
       directory: made if it is not there; another run may write to it too.
@@ -63,13 +76,18 @@ class TensorBoard:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         try:
-            import tensorboardX
+            from tensorboardX import record_writer, summary
+            from tensorboardX.proto.event_pb2 import Event
         except ImportError as error:
             raise ConfigError(
                 "TensorBoard needs tensorboardX to write event files; "
                 "pip install 'jgraph[tensorboard]'"
             ) from error
-        self._make = tensorboardX.SummaryWriter
+        # Not its SummaryWriter, whose thread writes: once that is dead, because the
+        # disk was full, whoever gives it a value waits for ever.
+        self._records: Any = record_writer
+        self._event: Any = Event
+        self._scalar: Any = summary.scalar
         self._directory = os.fspath(directory)
         path = Path(self._directory).absolute()
         for there in (path, *path.parents):
@@ -79,21 +97,52 @@ class TensorBoard:
                     "file; give a directory"
                 )
         self._writer: Any = None
+        self._path = ""
+        self._is_used = True
+        self._tolerant = _Tolerant("TensorBoard")
 
     def __call__(self, run: Run, report: Report) -> None:
         """Writes a report."""
-        if self._writer is None:
-            self._writer = self._make(self._directory)
-        for step, values in scalars(report):
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        if not self._path:
+            self._begin()
+        self._tolerant.do(partial(self._write, report))
 
     def close(self) -> None:
         """Ends the file; a later run begins another."""
         if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+            ended, self._writer = self._writer, None
+            self._tolerant.do(ended.close)
+
+    def _begin(self) -> None:
+        """Begins another file, or anew the one that nothing could be written to."""
+        self._records.directory_check(self._directory)
+        began_s = WallClock().now()
+        path = self._path
+        if self._is_used:  # one of the same name would be written over
+            name = f"{int(began_s)}.{gethostname()}.{os.getpid()}.{next(_FILES)}"
+            path = os.path.join(self._directory, f"events.out.tfevents.{name}")
+        self._writer = self._records.RecordWriter(path)
+        self._path, self._is_used = path, False
+        self._put(wall_time=began_s, file_version="brain.Event:2")
+
+    def _put(self, **event: Any) -> None:
+        self._writer.write(self._event(**event).SerializeToString())
+
+    def _write(self, report: Report) -> None:
+        if self._writer is None:
+            self._begin()
+        try:
+            for step, values in scalars(report):
+                for name, value in values.items():
+                    summary, now = self._scalar(name, value), WallClock().now()
+                    self._put(wall_time=now, step=step, summary=summary)
+            self._writer.flush()
+            self._is_used = True
+        except OSError:  # a reader gets no further than half an event
+            ended, self._writer = self._writer, None
+            with suppress(OSError):
+                ended.close()
+            raise
 
     def __repr__(self) -> str:
         return f"TensorBoard('{self._directory}')"

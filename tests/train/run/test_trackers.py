@@ -1,13 +1,15 @@
 """Trackers of experiments: what MLflow and W&B read back, without a network."""
 
+import errno
 import json
 import logging
+import os
 import shutil
 import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlflow
 import numpy as np
@@ -48,6 +50,39 @@ def test_values_have_names_that_all_trackers_take() -> None:
         "job_worker/task_1/staleness": 2,
     }
     assert scalars(report) == [(9, values)]
+
+
+def test_characters_that_a_tracker_refuses_are_replaced_in_names() -> None:
+    report = Report(9, 100, 1.0, 3.0, 1.0, {"acc@1": 0.5}, {"f(x)": 2.0}, 9)
+    trained, evaluated = scalars(report)
+    assert trained == (9, {"acc_1": 0.5, "steps_per_s": 3.0})
+    assert evaluated == (9, {"eval_f_x_": 2.0})
+
+
+def test_two_runs_of_one_second_have_an_event_file_each(tmp_path: Path) -> None:
+    board, run = jg.TensorBoard(tmp_path), cast(Any, None)
+    for step in (1, 2):
+        board(run, Report(step, 100, 1.0, 3.0, 1.0, {"loss": 0.5}))
+        board.close()
+    assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 2
+
+
+def test_a_disk_that_is_full_ends_no_training_and_leaves_no_crowd_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    board, full = jg.TensorBoard(tmp_path), [False]
+
+    def fsync(file: int) -> None:
+        if full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    run = cast(Any, None)
+    for step in range(1, 31):
+        full[0] = 1 < step < 30
+        board(run, Report(step, 100, 1.0, 3.0, 1.0, {"loss": 0.5}))
+    assert caplog.text.count("TensorBoard did not take a report") == 1
+    assert len(list(tmp_path.iterdir())) == 2, "one without a report begins anew"
 
 
 def test_a_directory_below_a_file_is_refused_before_the_training(
