@@ -56,20 +56,12 @@ def run_on_hosts(
         jgraph=remote,
         ssh=ssh,
         restarts=restarts,
-        say=lambda line: typer.echo(line, err=True),
+        say=_say,
         insecure_i_accept=insecure_i_accept,
     ) as cluster:
-        cluster.wait(timeout_s)
-        where = {"target": cluster.target, "tls": str(cluster.certificates)}
-        say(
-            {**where, "cluster": cluster.spec.as_dict(), "log_dir": str(log_dir)},
-            f"serves at {cluster.target}\nlogs: {log_dir}\n\n"
-            f"  in Python:  jg.connect({cluster.target!r}, tls={where['tls']!r})\n"
-            f"  its state:  jgraph status {cluster.target} --tls-dir {where['tls']}\n"
-            f"  more hosts: add lines to {file}, and kill -HUP {os.getpid()}\n"
-            "  its end:    Ctrl-C here",
-            as_json=as_json,
-        )
+        cluster.wait(timeout_s, stop)
+        if not stop.is_set():
+            _say_where(cluster, file, log_dir, as_json=as_json)
         while not stop.wait(1.0) and not cluster.is_over():
             if reads.is_set():
                 reads.clear()
@@ -83,6 +75,28 @@ def run_on_hosts(
         f"{len(cluster.spec.tasks())} tasks ended, nothing is left on the hosts",
         as_json=as_json,
     )
+
+
+def _say_where(
+    cluster: HostsCluster, file: Path, log_dir: Path, *, as_json: bool
+) -> None:
+    target, tls = cluster.target, str(cluster.certificates)
+    where = {"target": target, "tls": tls}
+    say(
+        {**where, "cluster": cluster.spec.as_dict(), "log_dir": str(log_dir)},
+        f"serves at {target}\nlogs: {log_dir}\n\n"
+        f"  in Python:  jg.connect({target!r}, tls={tls!r})\n"
+        f"  its state:  jgraph status {target} --tls-dir {tls}\n"
+        f"  more hosts: add lines to {file}, and kill -HUP {os.getpid()}\n"
+        "  its end:    Ctrl-C here",
+        as_json=as_json,
+    )
+
+
+def _say(line: str) -> None:
+    """Prints a line, for as long as somebody reads: logs are in files as well."""
+    with suppress(OSError):
+        typer.echo(line, err=True)
 
 
 def _hosts_of(file: Path) -> list[Host]:

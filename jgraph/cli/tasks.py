@@ -80,13 +80,15 @@ def _remote_lines(
 
 def _file_lines(path: Path, tail: int, follow: bool) -> Iterator[str]:
     """Yields the last lines of a file, and those that are written from then on."""
+    from jgraph.launch.local.log_file import last_lines
+
     pause = threading.Event()
-    with path.open(encoding="utf-8", errors="replace") as file:
-        yield from (line.rstrip("\n") for line in file.readlines()[-tail:])
-        rest = ""
+    with path.open("rb") as file:
+        yield from last_lines(file, tail)
+        rest = b""
         while follow:
-            *whole, rest = (rest + file.read()).split("\n")
-            yield from whole
+            *whole, rest = (rest + file.read()).split(b"\n")
+            yield from (line.decode(errors="replace") for line in whole)
             pause.wait(_LOOK_EVERY_S)
 
 

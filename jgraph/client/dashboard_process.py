@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from jgraph.errors import (
     StartError,
 )
 from jgraph.errors.tracebacks import short_traceback
+from jgraph.loading import module_command
 from jgraph.view import markup
 
 _START_S: Final = 60.0
@@ -62,7 +62,7 @@ class Dashboard:
 
     @short_traceback
     def __init__(self, options: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "jgraph", "dashboard", "--attended", "--json"]
+        command = [*module_command("jgraph"), "dashboard", "--attended", "--json"]
         self._process = subprocess.Popen(
             [*command, *options],
             stdin=subprocess.PIPE,
@@ -82,8 +82,14 @@ class Dashboard:
         self._listening.start()
         timer = threading.Timer(_START_S, self._process.kill)
         timer.start()
-        line = self._process.stdout.readline()
-        timer.cancel()
+        said = iter(self._process.stdout.readline, "")
+        try:  # Python itself may say something first: a sitecustomize of this machine
+            line = next((line for line in said if line.startswith("{")), "")
+        except BaseException:  # Ctrl-C
+            self.close()
+            raise
+        finally:
+            timer.cancel()
         if not line:
             self.close()
             raise _why(self._output.strip())

@@ -7,6 +7,7 @@ however it ends, the input ends there, and with it the server. Nothing is left t
 import logging
 import secrets
 import shlex
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -23,7 +24,12 @@ from jgraph.clock import SystemClock
 from jgraph.cluster.polling import Polling
 from jgraph.cluster.signals import wait_signalled
 from jgraph.cluster.spec import ClusterSpec
-from jgraph.errors import ClusterUnreachableError, StartError, TaskMissingError
+from jgraph.errors import (
+    ClusterUnreachableError,
+    ConfigError,
+    StartError,
+    TaskMissingError,
+)
 from jgraph.graph.device import TaskName
 from jgraph.launch.hosts import (
     Host,
@@ -102,6 +108,7 @@ class RemoteProcess:
 
     def start(self, spec: ClusterSpec) -> None:
         """Starts it again, after its end; it has the cluster among its files."""
+        self.end()
         self._ssh = self._started()
 
     def wait_dead(self) -> int:
@@ -171,7 +178,7 @@ class RemoteProcess:
         return ssh
 
     def _follow(self, ssh: _Ssh, stream: IO[bytes]) -> None:
-        with self._log.open("a", encoding="utf-8", buffering=1) as file:
+        with stream, self._log.open("a", encoding="utf-8", buffering=1) as file:
             for raw in stream:
                 line = raw.decode(errors="replace").rstrip()
                 self._lines.append(line)
@@ -181,6 +188,32 @@ class RemoteProcess:
                     ssh.serves = True
                     ssh.news.set()
         ssh.news.set()
+
+
+def command_words(command: str, option: str) -> list[str]:
+    """Returns the words of a command that was typed.
+
+    Args:
+      command: with its options, as a shell takes it.
+      option: that it was typed behind.
+
+    Raises:
+      ConfigError: it has none, or a quote that does not end.
+
+    Example:
+      >>> command_words("ssh -i 'my key'", "--ssh")
+      ['ssh', '-i', 'my key']
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        words = []
+    if not words:
+        raise ConfigError(
+            f"{option} is {command!r:.60}, which is no command: it has no word, or a "
+            "quote that does not end; write for example --ssh 'ssh -p 2222'"
+        )
+    return words
 
 
 def ssh_to(ssh: Sequence[str], host: Host) -> list[str]:
@@ -224,6 +257,9 @@ class HostsCluster:
       spec: the cluster.
       target: what ``jg.connect`` takes.
       certificates: the directory for its ``tls=``; goes with the cluster.
+
+    Raises:
+      ConfigError: ``ssh`` or ``jgraph`` is no command.
     """
 
     def __init__(
@@ -240,6 +276,13 @@ class HostsCluster:
         insecure_i_accept: bool = False,
     ) -> None:
         check_restarts(restarts)
+        self._ssh = command_words(ssh, "--ssh")
+        command_words(jgraph, "--remote")
+        if shutil.which(self._ssh[0]) is None:
+            raise ConfigError(
+                f"there is no command '{self._ssh[0]}' on this machine; install it, or "
+                "name another one with --ssh"
+            )
         tasks, self.spec = deal(hosts, counts, port)
         self._insecure_i_accept = insecure_i_accept
         first = self.spec.address(self.spec.tasks()[0])
@@ -250,7 +293,6 @@ class HostsCluster:
         self._restarts = restarts
         self._restarter: Restarter | None = None
         self._run = f"jgraph-{secrets.token_hex(6)}"
-        self._ssh = shlex.split(ssh)
         self._hosts, self._ever = list(hosts), dict.fromkeys(hosts)
         first_spare = counts.get("worker", 0)
         self._next_port = port + len(tasks)
@@ -265,14 +307,19 @@ class HostsCluster:
         self._leavers: list[RemoteProcess] = []
         self._untold: list[RemoteProcess] = []
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, stop: threading.Event | None = None) -> None:
         """Waits until all tasks answer; those that die later are started again.
+
+        Args:
+          timeout_s: limit.
+          stop: once it is set, nothing more is waited for.
 
         Raises:
           StartError: an ssh ended; shows the end of what it said.
           TaskMissingError: not all answer in time.
         """
-        polling = Polling(_POLL_S, timeout_s, self._clock)
+        stop = stop or threading.Event()
+        polling = Polling(_POLL_S, timeout_s, self._clock, stop)
         missing = [str(task) for task in self.spec.tasks()]
         while missing:
             self._check_alive()
@@ -280,6 +327,8 @@ class HostsCluster:
                 status = status_of(self.target, tls=self.certificates)
                 missing = [str(task) for task in status.missing]
             if missing and not polling.wait():
+                if stop.is_set():
+                    return
                 raise TaskMissingError(
                     f"no answer after {timeout_s:g} s from {', '.join(missing)}; see "
                     "what they logged above, and that the hosts reach each other's "

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ from typing import Any
 
 import psutil
 import pytest
+import typer
 
+from jgraph.cli import hosts_up
 from jgraph.client.cluster import connect
 from jgraph.cluster.spec import ClusterSpec
-from jgraph.errors import ClusterSpecError
+from jgraph.errors import ClusterSpecError, ConfigError
 from jgraph.graph.device import TaskName
 from jgraph.launch.hosts import (
     Host,
@@ -31,6 +34,7 @@ from jgraph.launch.hosts import (
     read_hosts,
     remote_command,
 )
+from jgraph.launch.ssh import HostsCluster
 from tests.support.free_port import free_port
 from tests.support.waiting import wait_until
 
@@ -75,6 +79,45 @@ def test_words_of_the_remote_command_are_quoted() -> None:
     accepts = replace(joiner, insecure_i_accept=True)
     command = remote_command(accepts, 5, "jgraph-1", "jgraph")
     assert command.endswith(" --overdue-s 10 --insecure-i-accept")
+
+
+@pytest.mark.parametrize(
+    ("ssh", "jgraph", "said"),
+    [
+        ("ssh 'x", "jgraph", '--ssh is "ssh \'x", which is no command'),
+        ("ssh", " ", "--remote is ' ', which is no command"),
+        ("/nowhere/ssh -p 2", "jgraph", "no command '/nowhere/ssh' on this machine"),
+    ],
+)
+def test_what_is_no_command_starts_nothing(
+    tmp_path: Path, ssh: str, jgraph: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        HostsCluster([Host("a", "a")], {"ps": 1}, tmp_path, ssh=ssh, jgraph=jgraph)
+
+
+def test_logs_go_on_into_files_when_nobody_reads_the_terminal_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def closed(line: str, *, err: bool) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(typer, "echo", closed)
+    hosts_up._say("[ps-0] a line")
+
+
+def test_who_is_told_to_end_waits_for_no_task_that_starts(tmp_path: Path) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        "#!/bin/sh\nfor last; do :; done\n"
+        'case "$last" in *" server --job "*) cat > /dev/null;; esac\n'
+    )
+    ssh.chmod(0o700)
+    stop = threading.Event()
+    stop.set()
+    hosts, port = [Host("a", "127.0.0.1")], free_port()
+    with HostsCluster(hosts, {"ps": 1}, tmp_path, port=port, ssh=str(ssh)) as cluster:
+        cluster.wait(600, stop)
 
 
 # ---------------------------------------------------------------- over a real sshd

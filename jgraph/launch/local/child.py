@@ -38,6 +38,7 @@ def main(
     allow_sources: Sequence[str],
 ) -> int:
     """Serves one task on loopback; returns the exit code."""
+    parent = hand_over_stdout()
     with uncollected():
         from jgraph.server.main import configure_logging
         from jgraph.server.process_setup import set_up_process
@@ -45,7 +46,6 @@ def main(
     end_uncollected()
     set_up_process()
     configure_logging()
-    parent = hand_over_stdout()
     options: Any = {
         "transport": transport,
         "allow_sources": allow_sources,

@@ -5,6 +5,7 @@ end when the daemon ends, however it ends. The file is in the user's own directo
 which others cannot read. Nothing here imports JAX: the tasks' processes do meanwhile.
 """
 
+import fcntl
 import json
 import logging
 import os
@@ -14,9 +15,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -35,17 +38,23 @@ from jgraph.errors import (
     StartError,
 )
 from jgraph.graph.device import TaskName
+from jgraph.launch.local.log_file import last_lines
 from jgraph.launch.local.processes import (
     TaskProcesses,
     check_room,
+    end_within,
     hand_over_stdout,
 )
 from jgraph.launch.local.restarts import check_restarts
+from jgraph.loading import module_command
 from jgraph.rpc.security.token import home
 
+_MODULE: Final = "jgraph.launch.local.daemon"
 _NAME: Final = re.compile(r"[\w-]{1,100}")
 _START_S = 90.0
 _END_S = 20.0
+_LINES: Final = 20
+_READY: Final = "ready\n"
 _ORDERS: Final = ".orders"
 """How the names of files of orders end."""
 
@@ -74,7 +83,7 @@ class NamedCluster:
     @property
     def running(self) -> bool:
         """Whether the daemon lives."""
-        return _is_daemon(self.daemon)
+        return _is_daemon(self.daemon, self.name)
 
 
 def state_directory() -> Path:
@@ -138,40 +147,80 @@ def up(
     check_counts({"ps": ps, "worker": workers})
     check_room(ps + workers)
     check_restarts(restarts)
-    if (running := find(name)) is not None:
-        raise ClusterBusyError(
-            f"cluster '{name}' runs already at {running.target}; stop it with "
-            f"`jgraph down --name {name}`, or start another with --name",
-            name=name,
-        )
+    with _reserved(name) as lock:
+        return _started(name, lock, (ps, workers, restarts, int(dashboard)), timeout_s)
+
+
+@contextmanager
+def _reserved(name: str) -> Iterator[int]:
+    """Holds the name of a cluster, as its daemon does, to which the lock is handed on.
+
+    Raises:
+      ClusterBusyError: it runs already, or is about to.
+    """
+    with _state_file(name).with_suffix(".lock").open("w") as lock:
+        is_free, running = True, find(name)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_free = False
+        if running is not None:
+            raise ClusterBusyError(
+                f"cluster '{name}' runs already at {running.target}; stop it with "
+                f"`jgraph down --name {name}`, or start another with --name",
+                name=name,
+            )
+        if not is_free:
+            raise ClusterBusyError(
+                f"cluster '{name}' is starting or ending; wait for that, or start "
+                "another with --name",
+                name=name,
+            )
+        yield lock.fileno()
+
+
+def _started(
+    name: str, lock: int, numbers: tuple[int, int, int, int], timeout_s: float
+) -> NamedCluster:
+    """Starts the daemon of a cluster, and waits until all of it is there."""
     log_dir = state_directory().parent / "logs" / name
     log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    order = [name, *map(str, (ps, workers, restarts, int(dashboard), log_dir))]
     with (log_dir / "daemon.log").open("w") as log:
         daemon = subprocess.Popen(
-            [sys.executable, "-m", "jgraph.launch.local.daemon", *order],
+            [*module_command(_MODULE), name, *map(str, (*numbers, log_dir))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
+            pass_fds=[lock],
             text=True,
             start_new_session=True,
         )
     assert daemon.stdout is not None  # a pipe
-    timer = threading.Timer(timeout_s, daemon.kill)
+    timer = threading.Timer(timeout_s, partial(_give_up, daemon))
     timer.start()
-    with show_wait(f"starting {ps + workers} tasks"):
-        line = daemon.stdout.readline()
-    timer.cancel()
-    daemon.stdout.close()
-    cluster = find(name) if line else None
+    try:
+        with daemon.stdout as said, show_wait(f"starting {sum(numbers[:2])} tasks"):
+            # Python itself may say something first: a sitecustomize of this machine.
+            ready = _READY in iter(said.readline, "")
+    except BaseException:  # Ctrl-C
+        _give_up(daemon)
+        raise
+    finally:
+        timer.cancel()
+    cluster = find(name) if ready else None
     if cluster is None:
-        daemon.kill()
-        daemon.wait(_END_S)
-        tail = "\n".join((log_dir / "daemon.log").read_text().splitlines()[-20:])
+        _give_up(daemon)
+        with (log_dir / "daemon.log").open("rb") as file:
+            tail = "\n".join(last_lines(file, _LINES))
         raise StartError(
             f"cluster '{name}' did not start. The end of its log:\n{tail}", name=name
         )
     return cluster
+
+
+def _give_up(daemon: "subprocess.Popen[str]") -> None:
+    daemon.terminate()
+    end_within(daemon, _END_S)
 
 
 def down(name: str, timeout_s: float = _END_S) -> NamedCluster:
@@ -184,11 +233,11 @@ def down(name: str, timeout_s: float = _END_S) -> NamedCluster:
       StartError: a process did not end; it is named.
     """
     cluster = named_cluster(name)
-    pids = [cluster.daemon, *cluster.pids.values()]
-    processes = []
-    for pid in pids:
-        with suppress(psutil.NoSuchProcess):
-            processes.append(psutil.Process(pid))
+    processes: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):
+        daemon = psutil.Process(cluster.daemon)
+        # What a task that has ended was called by is another's process by now, maybe.
+        processes = [daemon, *daemon.children(recursive=True)]
     with suppress(ProcessLookupError):
         os.kill(cluster.daemon, signal.SIGTERM)
     with show_wait(f"ending {len(cluster.pids)} tasks"):
@@ -296,13 +345,13 @@ def _state_file(name: str) -> Path:
     return state_directory() / f"{name}.json"
 
 
-def _is_daemon(pid: int) -> bool:
+def _is_daemon(pid: int, name: str) -> bool:
     # A process id is given to others after its end: look at what it runs.
     try:
         command = psutil.Process(pid).cmdline()
     except psutil.Error:
         return False
-    return "jgraph.launch.local.daemon" in command
+    return (_MODULE, name) in pairwise(command)
 
 
 def _carry_out(tasks: TaskProcesses, orders: Path) -> None:
@@ -321,9 +370,22 @@ def _carry_out(tasks: TaskProcesses, orders: Path) -> None:
         logging.getLogger("jgraph.restarts").exception("orders were not carried out")
 
 
-def _carry_out_all(tasks: TaskProcesses, name: str) -> None:
-    for orders in _orders(name):
-        _carry_out(tasks, orders)
+def _drop_orders(name: str) -> None:
+    """Forgets what a daemon was told that was killed."""
+    for old in _orders(name):
+        old.unlink()
+
+
+def _wait_ended_by_signal(
+    tasks: TaskProcesses, name: str, ended: threading.Event, woken: threading.Event
+) -> None:
+    """Carries out orders, as often as it is woken, until ``ended`` is set."""
+    while not ended.is_set():
+        wait_signalled(woken)
+        woken.clear()
+        if not ended.is_set():
+            for orders in _orders(name):
+                _carry_out(tasks, orders)
 
 
 def main(
@@ -334,17 +396,23 @@ def main(
     logging.getLogger("jgraph.events").setLevel(logging.INFO)
     parent = hand_over_stdout()
     ended, woken = threading.Event(), threading.Event()
+    tasks: TaskProcesses | None = None
 
     def on_signal(number: int, frame: object) -> None:
-        if number != signal.SIGHUP:
-            ended.set()
         woken.set()
+        if number == signal.SIGHUP or ended.is_set():
+            return
+        ended.set()
+        if tasks is None:  # none is left of those that start
+            sys.exit(f"ended by {signal.Signals(number).name} while tasks started")
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, on_signal)
     writing = threading.Lock()
 
     def note() -> None:
+        if tasks is None:  # not all are there; one that died is started again
+            return
         with writing:
             target = f"jgraph://{tasks.spec.address(tasks.master)}"
             page = "" if board is None else board.url
@@ -354,8 +422,7 @@ def main(
             new.write_text(json.dumps(asdict(cluster)))
             new.replace(path)
 
-    for old in _orders(name):  # of a daemon that was killed
-        old.unlink()
+    _drop_orders(name)
     counts = {"ps": ps, "worker": workers}
     board: Dashboard | None = None
     tasks = TaskProcesses(counts, Path(log_dir), {}, restarts=restarts, on_start=note)
@@ -365,13 +432,9 @@ def main(
             target = f"jgraph://{tasks.spec.address(tasks.master)}"
             board = Dashboard([target, "--port", "0"])
             note()
-        parent.write("ready\n")
+        parent.write(_READY)
         parent.close()
-        while not ended.is_set():
-            wait_signalled(woken)
-            woken.clear()
-            if not ended.is_set():
-                _carry_out_all(tasks, name)
+        _wait_ended_by_signal(tasks, name, ended, woken)
     finally:
         if board is not None:
             board.close()

@@ -30,6 +30,7 @@ from jgraph.errors import ConfigError, JGError, StartError, UnknownDeviceError
 from jgraph.graph.device import TaskName
 from jgraph.launch.local.exit_codes import how_it_ended, memory_kills
 from jgraph.launch.local.freezes import FreezeWatch
+from jgraph.launch.local.log_file import last_lines
 from jgraph.launch.local.restarts import Process, Restarter, wait_started
 from jgraph.view.units import bytes_text
 
@@ -104,7 +105,10 @@ class TaskProcess:
         return pid == self.process.pid or pid in self._earlier_pids
 
     def _started(self, spec: ClusterSpec) -> "subprocess.Popen[str]":
-        child = [sys.executable, "-m", "jgraph.launch.local.child", *self._which]
+        # Where its parent imports nothing from the current directory, neither does it.
+        safe = ["-P"] if sys.flags.safe_path else []
+        module = [*safe, "-m", "jgraph.launch.local.child"]
+        child = [sys.executable, *module, *self._which]
         self._kills_before = memory_kills()
         with self.log.open("a") as log:
             return subprocess.Popen(
@@ -124,7 +128,7 @@ class TaskProcess:
         Raises:
           StartError: it ended instead; the message has the end of its log.
         """
-        facts = json.loads(self._line())
+        facts = json.loads(self._line('{"address": '))
         self.address, task = facts["address"], TaskName(facts["task"])
         if task != self.task:
             stem = task.removeprefix("/job:").replace("/task:", "-")
@@ -140,24 +144,28 @@ class TaskProcess:
         with suppress(BrokenPipeError):  # it has ended, which the answer tells
             self.process.stdin.write(spec.to_json() + "\n")
             self.process.stdin.flush()
-        self._line()
+        self._line("joined")
 
-    def _line(self) -> str:
+    def _line(self, beginning: str) -> str:
         assert self.process.stdout is not None  # a pipe
-        line = self.process.stdout.readline()
-        if not line:
-            code = self.process.wait(_END_S)
-            raise StartError(
-                f"{self.task} ended with exit code {code} while starting. The end of "
-                f"its log:\n{self.tail()}",
-                task=self.task,
-            )
-        return line
+        # Python itself may say something first: a sitecustomize of this machine.
+        for line in iter(self.process.stdout.readline, ""):
+            if line.startswith(beginning):
+                return line
+        code = self.process.wait(_END_S)
+        raise StartError(
+            f"{self.task} ended with exit code {code} while starting. The end of "
+            f"its log:\n{self.tail()}",
+            task=self.task,
+        )
 
     def tail(self, lines: int = _LOG_LINES) -> str:
         """Returns the last lines of the log."""
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return "\n".join(text.splitlines()[-lines:])
+        try:
+            with self.log.open("rb") as file:
+                return "\n".join(last_lines(file, lines))
+        except FileNotFoundError:
+            return ""
 
     def end(self) -> None:
         """Asks the process to end by closing its input."""
@@ -178,13 +186,13 @@ class TaskProcess:
 
     def wait_ended(self, timeout_s: float) -> None:
         """Waits for the end; kills the process after ``timeout_s``."""
-        _ended(self.process, timeout_s)
+        end_within(self.process, timeout_s)
 
     def terminate(self, grace_s: float) -> int:
         """Ends the process by SIGTERM, killed after ``grace_s``; returns its code."""
         process = self.process  # another one when this is over, if it is restarted
         process.terminate()
-        return _ended(process, grace_s)
+        return end_within(process, grace_s)
 
     def is_frozen(self) -> bool:
         """Whether the kernel has stopped it (SIGSTOP), and no debugger has."""
@@ -461,8 +469,8 @@ def each(
             raise
 
 
-def _ended(process: "subprocess.Popen[str]", timeout_s: float) -> int:
-    """Waits for the end, killed after ``timeout_s``; returns the exit code."""
+def end_within(process: "subprocess.Popen[str]", timeout_s: float) -> int:
+    """Returns the exit code of a process, which is killed after ``timeout_s``."""
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:

@@ -7,11 +7,12 @@ import asyncio
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final, final
+
+from jgraph.loading import module_command
 
 MODULE: Final = "jgraph.runtime.group_child"
 
@@ -37,7 +38,7 @@ class GroupChild:
         self._is_ended = False
         # On the thread of the event loop: the kernel ends the child with that.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", MODULE],
+            module_command(MODULE),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[setup["memory"]],

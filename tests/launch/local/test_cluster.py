@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -31,6 +32,7 @@ from jgraph.graph.device import device
 from jgraph.graph.ir import TaskName
 from jgraph.graph.variable import Variable
 from jgraph.launch.local.cluster import LocalCluster
+from jgraph.launch.local.processes import TaskProcesses
 from jgraph.launch.ray_cluster import RayCluster
 from jgraph.server.server import Server
 from tests.support.counted_loops import requests
@@ -172,6 +174,24 @@ def test_task_that_cannot_start_shows_the_end_of_its_log() -> None:
     with pytest.raises(StartError, match="no_such_platform") as caught:
         LocalCluster(ps=0, workers=1, env={"JAX_PLATFORMS": "no_such_platform"})
     assert caught.value.details["task"] == "/job:worker/task:0"
+
+
+def test_what_python_says_before_a_task_does_is_no_answer_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\necho module load: welcome\n"
+        """echo '{"address": "127.0.0.1:9", "task": "/job:ps/task:0"}'\n"""
+        "read spec\necho joined\nread end\n"
+    )
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    tasks = TaskProcesses({"ps": 1}, tmp_path, {})
+    try:
+        assert tasks.spec.address(tasks.master) == "127.0.0.1:9"
+    finally:
+        tasks.end()
 
 
 def test_task_ends_when_its_parent_is_gone() -> None:

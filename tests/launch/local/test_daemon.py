@@ -1,14 +1,20 @@
 """Orders for the daemon of a cluster on this machine."""
 
+import json
 import os
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
 
 from jgraph.cluster.spec import check_counts
-from jgraph.errors import ConfigError
+from jgraph.errors import ClusterBusyError, ConfigError
 from jgraph.graph.ir import TaskName
 from jgraph.launch.local import daemon
 from jgraph.launch.local.processes import TaskProcesses
@@ -24,6 +30,80 @@ def test_orders_are_carried_out_in_the_order_that_they_were_given_in(
         (directory / name).write_text("start worker 1")
         os.utime(directory / name, ns=(at, at))
     assert [path.name for path in daemon._orders("mine")] == given
+
+
+@contextmanager
+def waiting(*words: str, lock: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that waits for the end of its input, called as told."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "input()", *words],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        pass_fds=[] if lock is None else [lock],
+    )
+    with process:
+        yield process
+
+
+def test_a_name_is_taken_for_as_long_as_its_daemon_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JGRAPH_HOME", str(tmp_path))
+    with daemon._reserved("mine") as lock, daemon._reserved("other"):
+        holder = waiting(lock=lock)
+        holder.__enter__()
+    with pytest.raises(ClusterBusyError, match="'mine' is starting or ending"):
+        daemon.up("mine", 1, 0, 0)
+    holder.__exit__(None, None, None)
+    with daemon._reserved("mine"):
+        pass
+
+
+def test_a_daemon_of_another_name_is_another_cluster() -> None:
+    with waiting("-m", "jgraph.launch.local.daemon", "other") as process:
+        clusters = [
+            daemon.NamedCluster(name, "jgraph://a:1", process.pid, {}, "")
+            for name in ("mine", "other")
+        ]
+        assert [cluster.running for cluster in clusters] == [False, True]
+
+
+def test_the_end_of_a_cluster_spares_a_process_that_got_the_number_of_a_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JGRAPH_HOME", str(tmp_path))
+    with (
+        waiting("-m", "jgraph.launch.local.daemon", "mine") as process,
+        waiting() as another,
+    ):
+        pids = {"/job:ps/task:0": another.pid}
+        cluster = daemon.NamedCluster("mine", "jgraph://a:1", process.pid, pids, "")
+        state = daemon.state_directory() / "mine.json"
+        state.write_text(json.dumps(asdict(cluster)))
+        daemon.down("mine", timeout_s=60)
+        assert not psutil.pid_exists(process.pid) or process.wait() < 0
+        assert another.poll() is None
+    assert not state.exists()
+
+
+def test_ctrl_c_of_a_start_ends_it_and_waits_for_no_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(what: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("JGRAPH_HOME", str(tmp_path))
+    monkeypatch.setattr(daemon, "show_wait", interrupted)
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        daemon.up("mine", 1, 0, 0, timeout_s=600)
+    timers = [t for t in threading.enumerate() if isinstance(t, threading.Timer)]
+    for timer in set(timers) - before:
+        timer.join(10)
+        assert not timer.is_alive(), "the process would wait for it"
+    assert daemon.find("mine") is None
+    with daemon._reserved("mine"):
+        pass
 
 
 @pytest.mark.bad_input_row(27)
