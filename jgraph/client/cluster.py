@@ -83,7 +83,6 @@ class Cluster(Connection):
         token_file: Path | None = None,
     ) -> None:
         super().__init__(address, transport, reply, tls, token_file)
-        self._sessions: list[Session] = []
         self._dashboards: list[Dashboard] = []
         self._scaling = threading.Lock()
         self._beginnings: list[tuple[threading.Event, threading.Thread]] = []
@@ -113,16 +112,14 @@ class Cluster(Connection):
         from jgraph.client.session import Session
 
         check_flags(soft_placement=soft_placement)
-        self._check_open()
-        session = Session(
+        self.check_open()
+        return Session(
             self,
             container=container,
             soft_placement=soft_placement,
             platforms=platforms,
             placement=placement,
         )
-        self._sessions.append(session)
-        return session
 
     @short_traceback
     def logs(self, task: str, tail: int = 20) -> str:
@@ -351,7 +348,7 @@ class Cluster(Connection):
         """
         from jgraph.client.dashboard_process import Dashboard
 
-        self._check_open()
+        self.check_open()
         options = [self.target, "--port", str(port)]
         if self._tls is not None:
             options += ["--tls-dir", str(self._tls.ca.parent)]
@@ -381,10 +378,6 @@ class Cluster(Connection):
         """
         return wait_for_tasks(self, timeout_s, stop or threading.Event())
 
-    def let_go(self, session: object) -> None:
-        """Leaves a session's programs on the tasks at the end: a run needs them."""
-        self._sessions = [one for one in self._sessions if one is not session]
-
     def _launcher_events(self) -> list[Event]:
         return []
 
@@ -396,11 +389,8 @@ class Cluster(Connection):
             self.call("Shutdown", shutdown_order(grace_s), to=self.spec.address(task))
 
     def close(self) -> None:
-        """Closes the sessions and the connection; the servers go on."""
+        """Closes the connection; the servers go on, without the sessions' programs."""
         if not self._closed:
-            self.drop_held()
-            for session in self._sessions:
-                session.close()
             for dashboard in self._dashboards:
                 dashboard.close()
         super().close()
@@ -410,8 +400,16 @@ class Cluster(Connection):
 
     def __dir__(self) -> list[str]:
         inner = {
-            *("at_close", "call", "check_startable", "drop_held", "find", "gone"),
-            *("begins", "leave", "let_go", "move_to", "platforms", "take_members"),
+            *(
+                "at_close",
+                "call",
+                "check_open",
+                "check_startable",
+                "drop_held",
+                "find",
+                "gone",
+            ),
+            *("begins", "leave", "move_to", "platforms", "take_members"),
             *("transport",),
             *("refresh", "renewed_tasks", "starts_again", "status_now"),
         }

@@ -134,9 +134,6 @@ class Connection:
     def check_startable(self) -> None:
         """Raises ``TaskMissingError`` for a lost task that nobody starts again."""
 
-    def let_go(self, session: object) -> None:
-        """Leaves a session's programs on the tasks at the end, if it has any."""
-
     def call(
         self,
         method: str,
@@ -155,7 +152,7 @@ class Connection:
           begin_s: how long a busy task is asked again; ``timeout_s`` unless given.
           to: whom.
         """
-        self._check_open()
+        self.check_open()
         address, master = to or self.address, self.master
 
         def ask(remaining_s: float) -> Frame:
@@ -183,7 +180,7 @@ class Connection:
     @property
     def transport(self) -> GrpcTransport:
         """The client's transport, for streams of replies."""
-        self._check_open()
+        self.check_open()
         return self._transport
 
     @short_traceback
@@ -212,7 +209,8 @@ class Connection:
             for drop in list(self.at_close.values()):
                 drop()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises ``ConfigError`` if it was closed; says what to make instead."""
         if self._closed:
             raise ConfigError(f"this cluster was closed; {self._again()}")
 

@@ -57,6 +57,8 @@ class PreparedStep:
       plan: what goes where.
       timeout_s: limit for one call, in seconds.
       recent_s: seconds of the last calls, where the plan has a prediction.
+      check_open: raises an error if its session was closed, which it keeps: programs go
+        with their session.
 
     Example:
       >>> import jax.numpy as jnp
@@ -77,6 +79,7 @@ class PreparedStep:
         "_programs",
         "_registration",
         "_tree",
+        "check_open",
         "plan",
         "recent_s",
         "timeout_s",
@@ -93,6 +96,7 @@ class PreparedStep:
         self.plan = plan
         self.timeout_s = STEP_S
         self.recent_s: deque[float] = deque(maxlen=_RECENT)
+        self.check_open: Callable[[], None] = lambda: None
         self._graph = graph
         self._registration = registration
         self._is_plain = all(is_plain(v.aval) for v in graph.jaxpr.outvars)
@@ -115,8 +119,10 @@ class PreparedStep:
 
         Raises:
           FeedError: arguments of another structure, shape or dtype.
+          ConfigError: its session was closed.
           JGError: as ``Session.run``.
         """
+        self.check_open()
         if self._is_flat and not kwargs and not feeds and self._fits(args):
             return self._run(args, self.timeout_s)
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))

@@ -12,7 +12,12 @@ from jgraph.cluster.deadlines import COMPILE_S, CONTROL_S, bulk_timeout_s
 from jgraph.cluster.in_process import run_in_process
 from jgraph.coordination.run.recovery import is_loss
 from jgraph.coordination.step.run_metadata import PartTimes
-from jgraph.errors import ClusterError, JGError
+from jgraph.errors import (
+    ClusterError,
+    ClusterUnreachableError,
+    DeadlineError,
+    JGError,
+)
 from jgraph.graph.ir import TaskName
 from jgraph.plan.program.program import Program
 from jgraph.rpc._pb import jgraph_pb2 as pb
@@ -34,7 +39,8 @@ class Programs:
         self._handles: list[str] = []
         self._garbage: deque[str] = deque()
         self.losses = 0
-        """How often a step found a task lost, or without its program: it began anew."""
+        """How often tasks lost programs: one was lost and began anew, or all were taken
+        back."""
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -175,8 +181,13 @@ class Programs:
             raise
 
     def unregister_all(self) -> None:
-        """Makes the tasks forget them all; one that is gone has forgotten them."""
+        """Makes the tasks forget them all; who does not answer is not asked again."""
         self._garbage.clear()
+        self.losses += 1
         for handle in list(self._handles):
-            with suppress(ClusterError):
+            try:
                 self.unregister(handle)
+            except (ClusterUnreachableError, DeadlineError):
+                return
+            except ClusterError:  # one that is gone has forgotten it
+                continue

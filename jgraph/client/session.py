@@ -1,5 +1,6 @@
 """Session: runs functions over a cluster's variables on behalf of a client."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, Self, final
@@ -11,6 +12,7 @@ from jgraph.client.feeding import check_by_name
 from jgraph.client.prepared_step import PreparedStep, Steps, Targets, in_container
 from jgraph.client.programs import STEP_S, Programs
 from jgraph.client.runs.loops import LoopHandle
+from jgraph.client.state.holdings import ClusterResources
 from jgraph.client.state.snapshots import Snapshots
 from jgraph.client.values import VariableValues, checked_values
 from jgraph.client.variables import VariableDirectory, as_variables
@@ -110,6 +112,9 @@ class Session:
         )
         self._run_metadata: RunMetadata | None = None
         self._closed = False
+        self._holdings = ClusterResources(cluster)
+        self._holdings.hold(self._programs.unregister_all)
+        weakref.finalize(self, self._holdings.drop_soon).atexit = False
 
     # ------------------------------------------------------------ running
 
@@ -215,7 +220,7 @@ class Session:
             function, args, kwargs, fetches=fetches, feeds=feeds, targets=targets
         )
         step = copy(step)
-        step.timeout_s = timeout_s
+        step.timeout_s, step.check_open = timeout_s, self._check_open
         return step
 
     @property
@@ -368,13 +373,17 @@ class Session:
 
     # ------------------------------------------------------------ end
 
+    def let_go(self) -> None:
+        """Leaves its programs on the tasks when it goes: a run needs them."""
+        self._holdings.let_go()
+
     def close(self) -> None:
         """Makes the tasks forget this session's programs; variables stay."""
         if self._closed:
             return
         self._closed = True
         self._steps.clear()
-        self._cluster.let_go(self)
+        self.let_go()
 
     def __enter__(self) -> Self:
         return self
@@ -405,6 +414,7 @@ class Session:
             raise ConfigError(
                 "this session is closed; open another with cluster.session()"
             )
+        self._cluster.check_open()
 
 
 def _check_timeout(timeout_s: object) -> None:

@@ -99,7 +99,7 @@ class VariableValues:
         Raises:
           ConfigError: two of them have one name, in different containers.
         """
-        _check_names(variables)
+        check_names(variables)
         self._variables.look_up(v.spec for v in variables)
         values: dict[VariableKey, Any] = {}
         for piece in in_pieces(shards_of(variables)):
@@ -247,7 +247,12 @@ def types_of(variables: Iterable[Variable]) -> AbstractContextManager[Any]:
     return wide_types() if wide else nullcontext()
 
 
-def _check_names(variables: Sequence[Variable]) -> None:
+def check_names(variables: Sequence[Variable]) -> None:
+    """Refuses variables of one name, in different containers.
+
+    Raises:
+      ConfigError: names both containers.
+    """
     keys: dict[str, VariableKey] = {}
     for variable in variables:
         container, name = variable.spec.key
@@ -255,7 +260,7 @@ def _check_names(variables: Sequence[Variable]) -> None:
         if other != container:
             raise ConfigError(
                 f"two variables are called '{name}', in the containers '{other}' and "
-                f"'{container}', and read gives values by name; read them one after "
+                f"'{container}', and values are given by name; read them one after "
                 "the other",
                 variable=name,
             )

@@ -243,6 +243,9 @@ class Variable:
 
         They get the dtype and the shape that they would get in a numpy array, where
         that loses no part of them; other values are returned as they are.
+
+        Raises:
+          VariableMismatchError: whole numbers that the dtype does not have.
         """
         if hasattr(value, "dtype"):
             return value
@@ -254,7 +257,16 @@ class Variable:
         with _compat.wide_types() if wide else nullcontext():
             part = jax.eval_shape(lambda whole: whole[index], self.spec.aval)
             shape = part.shape if array.ndim == 0 else array.shape
-            return jnp.broadcast_to(jnp.asarray(value, self.dtype), shape)
+            try:
+                return jnp.broadcast_to(jnp.asarray(value, self.dtype), shape)
+            except OverflowError:
+                limits: Any = jnp.iinfo(self.dtype)  # type: ignore[no-untyped-call]
+                raise VariableMismatchError(
+                    f"variable '{self.name}' is {self.dtype}, which has {limits.min} "
+                    f"to {limits.max}, and the value has {array.min()} to "
+                    f"{array.max()}; give others, or make the variable of a wider type",
+                    variable=self.name,
+                ) from None
 
     def _refuse(self, *_: object) -> NoReturn:
         raise GraphError(

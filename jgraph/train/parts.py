@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, final
 import flax.linen as nn
 
 from jgraph.client.cluster import Cluster
+from jgraph.client.state.holdings import ClusterResources
 from jgraph.client.wait_for_tasks import incarnations_of
 from jgraph.clock import Clock
 from jgraph.errors import ClusterError, ConfigError, JGError, TaskLostError
@@ -25,7 +26,6 @@ from jgraph.train.model.optimizer import Optimizer
 from jgraph.train.model.stateful_metrics import StatefulMetrics
 from jgraph.train.model.trees import Tree
 from jgraph.train.privacy.accounting import Spending
-from jgraph.train.state.holdings import ClusterResources
 from jgraph.train.state.placement import new_container
 from jgraph.train.state.remote_state import RemoteState
 from jgraph.train.state.runner import Runner

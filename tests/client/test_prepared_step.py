@@ -138,6 +138,7 @@ def test_a_callable_that_goes_after_a_reset_is_not_taken_back_twice(
 ) -> None:
     call = session.make_callable(lambda x: 2 * x, 1.0)
     session.reset()
+    assert call(2.0) == 4.0  # is made anew
     del call
     assert session.run(lambda x: x + 1, 1.0) == 2.0
 

@@ -28,6 +28,7 @@ from jgraph.graph.tracing.function import function
 from jgraph.graph.variable import Variable
 from jgraph.rpc.security.token import find_token
 from tests.support.servers import Servers
+from tests.support.waiting import wait_until
 
 
 def test_function_runs_over_two_tasks_and_keeps_its_state(session: Session) -> None:
@@ -232,13 +233,33 @@ def test_second_run_registers_and_compiles_nothing(
     assert [t.compilations for t in cluster.status().tasks] == [n for n, _ in before]
 
 
-def test_closed_session_and_cluster_say_how_to_go_on(cluster: Cluster) -> None:
-    session = cluster.session()
-    session.run(lambda x: x + 1, 1.0)
+def test_closed_session_says_how_to_go_on(cluster: Cluster) -> None:
+    session, other = cluster.session(), cluster.session()
+    call = session.make_callable(lambda x: x + 1, 1.0)
+    step = function(lambda x: x + 2)
+    assert (call(1.0), other.run(step, 1.0)) == (2.0, 3.0)
     session.close()
+    for use in (lambda: session.run(step, 1.0), lambda: call(1.0)):
+        with pytest.raises(ConfigError, match="session is closed"):
+            use()
+    other.close()
     assert all(not t.programs for t in cluster.status().tasks)
-    with pytest.raises(ConfigError, match="session is closed"):
-        session.run(lambda x: x, 1.0)
+
+
+def test_a_session_that_is_dropped_gives_its_programs_back(cluster: Cluster) -> None:
+    def programs() -> list[str]:
+        return [name for task in cluster.status().tasks for name in task.programs]
+
+    session = cluster.session()
+    call = session.make_callable(lambda x: x + 1, 1.0)
+    session.run(lambda x: x + 2, 1.0)
+    del session
+    gc.collect()
+    assert call(2.0) == 3.0  # who has a callable has its session
+    assert programs()
+    del call
+    gc.collect()
+    wait_until(lambda: not programs())
 
 
 def test_closed_session_keeps_nothing_of_its_functions(cluster: Cluster) -> None:
@@ -355,6 +376,9 @@ def test_python_numbers_are_written_in_the_variables_type(session: Session) -> N
     assert session.read([w])["w"].tolist() == [0, 0, 0]
     with pytest.raises(VariableMismatchError, match=r"'w' is float32\[3\].*int64\[3\]"):
         session.write({w: np.arange(3)})
+    small = Variable("small", jnp.zeros(3, jnp.uint8))
+    with pytest.raises(VariableMismatchError, match=r"0 to 255, and .* -1 to 300"):
+        session.write({small: [300, -1, 2]})
 
 
 def test_variable_without_init_function_is_told_to_be_written(session: Session) -> None:
@@ -391,13 +415,16 @@ def test_soft_placement_takes_the_device_that_the_task_has(cluster: Cluster) -> 
     assert "/job:worker/task:1" in {s.task for s in soft.plan(step, 0.0).segments}
 
 
-def test_closed_cluster_opens_no_session(servers: Servers) -> None:
+def test_closed_cluster_opens_no_session_and_its_sessions_run_nothing(
+    servers: Servers,
+) -> None:
     cluster = connect(servers.servers[0].target, timeout_s=20)
+    session, step = cluster.session(), function(lambda x: x + 1)
+    session.run(step, 1.0)
     cluster.close()
-    with pytest.raises(
-        ConfigError, match=r"was closed; connect again with jg\.connect"
-    ):
-        cluster.session()
+    for use in (cluster.session, lambda: session.run(step, 1.0)):
+        with pytest.raises(ConfigError, match=r"closed; connect again with jg\.conn"):
+            use()
 
 
 def test_address_that_is_no_text_is_refused() -> None:

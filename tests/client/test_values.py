@@ -137,8 +137,10 @@ def test_variables_of_one_name_in_two_containers_are_two(session: Session) -> No
     session.write({w: np.zeros(3, "f"), copy: np.ones(3, "f")})
     assert session.read([w])["same"].tolist() == [0, 0, 0]
     assert session.run(lambda: copy[...] + w[...]).tolist() == [1, 1, 1]
-    with pytest.raises(ConfigError, match="two variables are called 'same'"):
-        session.read([w, copy])
+    for values in (session.read, session.snapshot):
+        with pytest.raises(ConfigError, match="two variables are called 'same'"):
+            values([w, copy])
+    assert session.snapshot([w, w])["same"].tolist() == [0, 0, 0]
 
 
 def test_a_lost_task_is_missed_only_where_a_variable_may_be_on_it() -> None:

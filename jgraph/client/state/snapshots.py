@@ -16,7 +16,13 @@ from typing import Any, Self, final
 import numpy as np
 
 from jgraph.client.connection import Connection
-from jgraph.client.values import VariableValues, in_pieces, joined, types_of
+from jgraph.client.values import (
+    VariableValues,
+    check_names,
+    in_pieces,
+    joined,
+    types_of,
+)
 from jgraph.client.variables import VariableDirectory, shards_of
 from jgraph.cluster.shard_messages import Shard
 from jgraph.graph.ir import TaskName, VariableKey, VariableSpec
@@ -133,6 +139,8 @@ class Snapshots:
           variables: which.
           driver: of the program.
         """
+        check_names(variables)
+        variables = list({v.spec.key: v for v in variables}.values())
         self._variables.look_up(v.spec for v in variables)
         container = f"snapshot-{uuid.uuid4().hex[:12]}"
         shards = shards_of(variables)

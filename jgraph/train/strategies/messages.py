@@ -72,7 +72,7 @@ def about_run(
         programs[saves.snapshot] = program
     directory = "" if options is None else str(absolute(options.directory))
     client = None
-    cluster.let_go(state.session)  # the Trainer closes it, unless a run goes on
+    state.session.let_go()  # the Trainer closes it, unless a run goes on
     if order.lease_s is not None:
         client = pb.RunClient(
             lease_s=order.lease_s,

@@ -1,11 +1,11 @@
-"""Resources of a Trainer on a cluster, and their release."""
+"""Resources of a Trainer or a session on a cluster, and their release."""
 
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeAlias, final
 
-from jgraph.client.cluster import Cluster
+from jgraph.client.connection import Connection
 from jgraph.cluster.event_loop import event_loop
 from jgraph.errors import JGError
 
@@ -14,14 +14,16 @@ Drop: TypeAlias = Callable[[], None]
 
 @final
 class ClusterResources:
-    """Drops what a Trainer holds on a cluster when the Trainer goes, or its client.
+    """Drops what somebody holds on a cluster when they go, or their client.
 
     Args:
       cluster: where it is; None: nothing is anywhere.
       is_busy: says whether a run goes on.
     """
 
-    def __init__(self, cluster: Cluster | None, is_busy: Callable[[], bool]) -> None:
+    def __init__(
+        self, cluster: Connection | None, is_busy: Callable[[], bool] = lambda: False
+    ) -> None:
         self._cluster = cluster
         self._is_busy = is_busy
         self._drops: tuple[Drop, ...] = ()
