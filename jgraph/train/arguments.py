@@ -109,11 +109,12 @@ def check_model(model: Model, loss: Loss) -> None:
     is_linen = isinstance(model, nn.Module)
     names = positional(loss)
     # What is called otherwise is likely a label: loss(model, x, y).
-    takes_third = is_linen or "rng" in names[-1].lower() if names else False
+    words = ("rng", "key", "seed", "rand") if is_linen else ("rng",)
+    takes_third = any(word in names[-1].lower() for word in words) if names else False
     if not 2 <= len(names) <= (3 if takes_third else 2):
         first, rng = ("params", "rng") if is_linen else ("model", "rngs")
         raise ConfigError(
-            f"loss takes {len(names)} arguments; it is called as loss({first}, batch) "
+            f"loss takes ({', '.join(names)}); it is called as loss({first}, batch) "
             f"or loss({first}, batch, {rng}); inputs and targets are one batch: "
             "x, y = batch"
         )

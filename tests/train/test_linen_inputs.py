@@ -41,7 +41,9 @@ class Structured(nn.Module):
 
 
 def shapes(model: nn.Module, data: Any) -> Any:
-    trainer = Trainer(model, lambda params, batch: 0.0, optax.sgd(0.1))
+    trainer = Trainer(
+        model, lambda params, batch: optax.tree.norm(params), optax.sgd(0.1)
+    )
     trainer.plan(data, batch_size=4)
     params: Any = trainer.model()
     return {name: layer["kernel"].shape for name, layer in params.items()}

@@ -19,7 +19,7 @@ from jgraph.train.strategies.async_runner import AsyncPS
 from jgraph.train.strategies.strategies import Strategy
 from jgraph.train.strategies.sync_runner import SyncPS
 from jgraph.train.trainer import Trainer
-from tests.support.models import BATCH, NnxMLP, cross_entropy, data
+from tests.support.models import BATCH, LinenMLP, NnxMLP, cross_entropy, data
 
 
 class Dropped(nnx.Module):
@@ -74,10 +74,16 @@ def test_a_loss_with_random_numbers_is_evaluated_without_dropout() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_a_third_argument_that_is_no_rng_is_refused() -> None:
-    loss = lambda model, x, y: 0.0
-    with pytest.raises(ConfigError, match=r"or loss\(model, batch, rngs\)"):
-        Trainer(NnxMLP(rngs=nnx.Rngs(0)), loss, optax.sgd(0.1))
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (NnxMLP(rngs=nnx.Rngs(0)), r"\(m, x, y\); .* or loss\(model, batch, rngs\)"),
+        (LinenMLP(), r"\(m, x, y\); .* or loss\(params, batch, rng\)"),
+    ],
+)
+def test_a_third_argument_that_is_no_rng_is_refused(model: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(model, lambda m, x, y: 0.0, optax.sgd(0.1))
 
 
 def test_random_numbers_from_outside_point_to_the_third_argument() -> None:

@@ -87,8 +87,11 @@ def test_gradient_that_is_not_finite_is_named(
             r"write train = pipe\.step\(params, tx\)",
         ),
         ({"loss": 3}, "loss is not a function"),
-        ({"loss": lambda model: 0}, "loss takes 1 arguments"),
-        ({"loss": lambda model, x, y: 0}, "loss takes 3 arguments; .* x, y = batch"),
+        ({"loss": lambda model: 0}, r"loss takes \(model\)"),
+        (
+            {"loss": lambda model, x, y: 0},
+            r"\(model, x, y\); .* x, y = batch",
+        ),
         (
             {"model": TrainState.create(apply_fn=None, params={}, tx=optax.sgd(1.0))},
             r"model is a TrainState; .* state\.tx, variables={'params': state\.params}",
@@ -157,6 +160,21 @@ def test_wrong_argument_of_fit_is_named(
 def test_loss_that_returns_something_else_is_refused(loss: Any, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         fit(nnx_trainer(loss=loss))
+
+
+@pytest.mark.parametrize("strategy", [Local(), AsyncPS(), SyncPS()], ids=repr)
+def test_a_loss_that_no_parameter_has_an_influence_on_is_refused(
+    strategy: Strategy, request: pytest.FixtureRequest
+) -> None:
+    on = None if isinstance(strategy, Local) else request.getfixturevalue("cluster")
+    other = NnxMLP(rngs=nnx.Rngs(0))
+
+    def loss(model: Any, batch: Any) -> Any:
+        stopped = jax.lax.stop_gradient(nnx_loss(model, batch))
+        return nnx_loss(other, batch) + stopped
+
+    with pytest.raises(GraphError, match="no trained parameter has an influence"):
+        fit(nnx_trainer(loss=loss, strategy=strategy, cluster=on))
 
 
 def test_linen_model_without_parameters_cannot_be_restored_into() -> None:

@@ -1,7 +1,7 @@
-"""Checks of a training step: bad updates are skipped, constant random numbers told."""
+"""Checks of a training step: bad updates, constant random numbers, no gradient."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jgraph import _compat
 from jgraph._compat import Jaxpr, Var
+from jgraph.errors import GraphError
 from jgraph.graph.graph import Graph
 from jgraph.train.model.trees import Tree
 
@@ -27,6 +28,48 @@ def all_finite(tree: Tree) -> jax.Array:
     """Returns whether all numbers of a tree are finite that can be otherwise, bool."""
     real = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return jnp.stack([jnp.isfinite(x).all() for x in real]).all()
+
+
+def value_and_grad(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``jax.value_and_grad`` of a loss that returns more than its value.
+
+    Example:
+      >>> (value, more), gradient = value_and_grad(lambda x: (3 * x, "more"))(2.0)
+      >>> float(value), more, float(gradient)
+      (6.0, 'more', 3.0)
+
+    Raises:
+      GraphError: what it returns does, if no parameter has an influence on the loss.
+    """
+
+    def compute(params: Tree, *args: Any) -> Any:
+        has_gradient = False
+
+        @jax.custom_jvp
+        def looked_at(value: Any) -> Any:
+            return value
+
+        @looked_at.defjvp
+        def follow(values: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+            nonlocal has_gradient
+            has_gradient = True  # JAX does not ask for that of a constant
+            return values[0], tangents[0]
+
+        def watched(params: Tree, *args: Any) -> tuple[Any, Any]:
+            value, more = loss(params, *args)
+            return looked_at(value), more
+
+        result = jax.value_and_grad(watched, has_aux=True)(params, *args)
+        if not has_gradient:
+            raise GraphError(
+                "the loss has no gradient: no trained parameter has an influence on "
+                "it, so nothing would be learned; compute it from its first argument, "
+                "def loss(model, batch), or for linen def loss(params, batch), without "
+                "jax.lax.stop_gradient around all of it"
+            )
+        return result
+
+    return compute
 
 
 def warn_of_same_draws(graph: Graph) -> None:

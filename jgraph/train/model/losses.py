@@ -7,7 +7,8 @@ As Flax users expect:
   an ``nnx.Rngs`` of the step.
 * ``flax.linen``: ``loss(params, batch)`` or ``loss(params, batch, rng)``. If the model
   has other collections than ``params`` (``batch_stats``), or if the first parameter is
-  called ``variables``, it is given all of them: ``loss(variables, batch, rng)``.
+  called ``variables``, it is given all of them: ``loss(variables, batch, rng)``. The
+  third is called ``rng``, or ``key``, or has that, ``seed`` or ``rand`` in its name.
 
 A loss returns a scalar, or ``(scalar, dict of metrics)``. A linen loss gives updated
 collections back in that dict, under their names, as ``model.apply(…, mutable=[…])``

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jgraph.errors import ConfigError
 from jgraph.graph.device import device
+from jgraph.train.model.checks import value_and_grad
 from jgraph.train.model.trees import Tree, path_of
 from jgraph.train.privacy.options import Privacy
 from jgraph.train.tables.row_step import Computed
@@ -143,7 +144,7 @@ class PrivateUpdate:
                 cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, at_once)
                 examples, sampled = jax.tree.map(cut, padded)
                 numbers = step * rows + first + jnp.arange(at_once)
-                compute = jax.value_and_grad(of_one, has_aux=True)
+                compute = value_and_grad(of_one)
                 each = jax.vmap(compute, in_axes=(None, 0, 0))
                 results, grads = each(now["params"], examples, numbers)
                 return self._clipped_sum(grads, sampled), _sums(results, sampled)

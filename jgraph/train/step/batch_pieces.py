@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jgraph.graph.device import device
+from jgraph.train.model.checks import value_and_grad
 from jgraph.train.model.trees import Tree
 from jgraph.train.tables.row_step import Computed, RowStep
 
@@ -86,7 +87,7 @@ class BatchPieces:
                     pieces,
                 )
                 seeds = replica, step * self.most + number
-                compute = jax.value_and_grad(loss, has_aux=True)
+                compute = value_and_grad(loss)
                 (value, (metrics, state)), grads = compute(
                     now["params"], now["state"], piece, seeds
                 )

@@ -24,7 +24,7 @@ from jgraph.coordination.step.step_metrics import LOCAL_STEPS
 from jgraph.graph.device import device
 from jgraph.graph.variable import Variable
 from jgraph.plan.program.replicas import own_state
-from jgraph.train.model.checks import all_finite
+from jgraph.train.model.checks import all_finite, value_and_grad
 from jgraph.train.model.optimizer import CalledOptimizer, Optimizer
 from jgraph.train.model.trees import Tree, group_with_parameters, path_of
 from jgraph.train.step.fragments import Carry, Fragments
@@ -392,7 +392,7 @@ class LocalSteps:
           start: the parameters at the begin of the round.
         """
         params, opt, state = carry
-        compute = jax.value_and_grad(loss, has_aux=True)
+        compute = value_and_grad(loss)
         (value, (metrics, state)), grads = compute(params, state, batch, draws)
         if mu := self.rule.proximal:
             pull = lambda g, p, begin: g + (mu * (p - begin)).astype(g.dtype)

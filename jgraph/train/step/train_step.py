@@ -30,6 +30,7 @@ from jgraph.train.model.adapters import Adapter, Make
 from jgraph.train.model.checks import (
     FINITE,
     finite,
+    value_and_grad,
     warn_of_same_draws,
 )
 from jgraph.train.model.optimizer import CalledOptimizer, LossOf, Optimizer
@@ -479,7 +480,7 @@ class TrainStep:
         }
         now = self._read(rows)
         with device("/job:worker"):
-            compute = jax.value_and_grad(loss_fn, has_aux=True)
+            compute = value_and_grad(loss_fn)
             (loss, (metrics, state)), grads = compute(
                 now["params"], now["state"], batch, seeds
             )
