@@ -23,7 +23,7 @@ from jgraph.runtime.data.batches import (
     check_batch_size,
     check_lengths,
 )
-from jgraph.train.data.fields import as_array, check_keys
+from jgraph.train.data.fields import as_array, as_table, check_keys
 from jgraph.train.data.forms import (
     BATCH_SIZE,
     Indexed,
@@ -348,6 +348,7 @@ def as_dataset(
     """
     if isinstance(data, Dataset):
         return data
+    data = as_table(data, name)
     if not _is_structure(data):
         return _fed(data, name, batch_size, finite=finite)
     check_keys(data, name)

@@ -28,6 +28,7 @@ def as_array(
         JAX's type or for that of the fractions beside them in a table, or with NaN
         where it is forbidden.
     """
+    value = as_table(value, field)
     array = _array_of(value, field)
     if array.dtype.kind == "O":
         array = _of_rows(array, field)
@@ -50,6 +51,33 @@ def as_array(
     if hasattr(value, "columns"):
         _check_table(value, array, field)
     return _as_jax_dtype(array, field)
+
+
+def as_table(value: Any, name: str) -> Any:
+    """Returns a list of Arrow's record batches as the table of their rows.
+
+    All else is returned as it is.
+
+    Raises:
+      DataError: they have different columns.
+    """
+    if not (isinstance(value, list) and value and _is_record_batch(value[0])):
+        return value
+    import pyarrow as pa  # is there: it made them
+
+    try:
+        return pa.Table.from_batches(value)
+    except (pa.ArrowInvalid, TypeError) as error:
+        raise DataError(
+            f"{name} is a list of record batches that make no table together: "
+            f"{' '.join(str(error).split())}",
+            field=name,
+        ) from error
+
+
+def _is_record_batch(value: Any) -> bool:
+    cls = type(value)
+    return cls.__name__ == "RecordBatch" and cls.__module__.startswith("pyarrow")
 
 
 def check_keys(value: Any, name: str) -> None:

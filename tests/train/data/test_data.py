@@ -64,6 +64,14 @@ def test_columns_of_arrow_and_of_arrays_are_arrays(
     assert (array.shape, array.dtype) == (shape, np.float32)
 
 
+def test_record_batches_in_a_list_are_the_rows_of_a_table() -> None:
+    table = pa.table({"a": [1.5, 2.5, 3.5], "b": [1, 2, 3]})
+    batches = table.to_batches(max_chunksize=1)
+    for data in (batches, (batches,), {"x": batches}):
+        (array,) = as_dataset(data).fields.values()
+        np.testing.assert_array_equal(array, table)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -82,6 +90,10 @@ def test_columns_of_arrow_and_of_arrays_are_arrays(
         ({"x": np.array(["a", "b"])}, r"data\['x'\] has dtype <U1"),
         (pd.DataFrame({"a": [1], "b": ["x"]}), "no numbers: 'b'; give columns by name"),
         (pa.table({"a": [1], "b": ["x"]}), "no numbers: 'b'; give columns by name"),
+        (
+            pa.table({"a": [1]}).to_batches() + pa.table({"b": [1]}).to_batches(),
+            "data is a list of record batches that make no table together: Schema at",
+        ),
         ((pd.Series([X[0], X[0, :1]]),), r"the shapes \(1,\) and \(\d,\); pad them to"),
         ({"x": np.array([None, 1])}, r"data\['x'\] has dtype object"),
         (([[1, 2], [3]],), r"data\[0\] is not an array"),
