@@ -71,6 +71,10 @@ class SyncStep:
         self._cut = cut
         self._by_rows = step.row_step(batch)
         tree = step.unflatten(list(step.variables))
+        home, local = tree["global_step"].device, step.local
+        self._weight: Weight | None = None
+        if cut is not None or (local is not None and local.rule.weighs):
+            self._weight = Weight(home, step.container)
         counts = {t.name: self._most(t) for t in self._tables}
         if (fragments := step.fragments) is not None:
             by_rows = [v for v in jax.tree.leaves(tree["params"]) if v.shape]
@@ -84,11 +88,9 @@ class SyncStep:
             tree["params"],
         )
         self._state = jax.tree.map(self._beside, tree["state"])
-        local = step.local
         self._inner = None
         if local is not None and local.is_averaged:
             self._inner = jax.tree.map(self._beside, tree["opt"][INNER])
-        home = tree["global_step"].device
         loss, metrics = step.metric_types(batch)
         dtype = jnp.promote_types(loss.dtype, jnp.float32)
         self._loss = self._mean(LOSS, (), dtype, home)
@@ -97,9 +99,6 @@ class SyncStep:
             name: self._mean(_METRIC + name, *self._mean_type(name, value), home)
             for name, value in metrics.items()
         }
-        self._weight: Weight | None = None
-        if cut is not None or (local is not None and local.rule.weighs):
-            self._weight = Weight(home, step.container)
         self._counter: Counted | None = None
         if step.compression is not None:
             self._counter = Counted(replicas or contributions, home, step.container)
@@ -149,6 +148,7 @@ class SyncStep:
         if self._secure is not None:
             return self._apply_graph_of_sums(self._secure)
         constants = self._step.constants(self._batch)
+        params = self._step.unflatten(list(self._step.variables))["params"]
 
         def apply_mean(entropy: Any = None) -> dict[str, Any]:
             rows: dict[str, JoinedRows] = {}
@@ -174,6 +174,7 @@ class SyncStep:
                 self._counter.count()
             if self._take_part is not None:
                 grads = self._noised(grads, self._take_part[...], entropy)
+            grads = jax.tree.map(lambda g, v: g.astype(v.dtype), grads, params)
             checks = self._step.check(loss, grads)
             self._step.update(
                 *(loss, grads, state, checks, constants, self._by_rows, rows),
@@ -400,9 +401,10 @@ class SyncStep:
 
     def _beside(self, variable: Variable, prefix: str = MEAN) -> Variable:
         """Returns the variable for the mean of one, or the sum, cut as that one is."""
+        dtype = jnp.uint32 if prefix == SUM else self._type_of_mean(variable.dtype)
         return Variable(
             prefix + variable.name,
-            (variable.shape, jnp.uint32 if prefix == SUM else variable.dtype, None),
+            (variable.shape, dtype, None),
             device=variable.device,
             container=self._step.container,
             sharding=variable.spec.sharding,
@@ -415,7 +417,12 @@ class SyncStep:
             return (num_pieces(value.dtype), *value.shape), jnp.float32
         # Means of counts are no whole numbers.
         inexact = jnp.issubdtype(value.dtype, jnp.inexact)
-        return value.shape, value.dtype if inexact else jnp.float32
+        dtype = self._type_of_mean(value.dtype) if inexact else jnp.float32
+        return value.shape, dtype
+
+    def _type_of_mean(self, dtype: Any) -> Any:
+        """Returns what means of arrays are: times a weight they may be large."""
+        return dtype if self._weight is None else _wide(dtype)
 
     def _mean(
         self, name: str, shape: tuple[int, ...], dtype: Any, home: DeviceSpec
@@ -436,8 +443,8 @@ class Weight:
 
     Workers contribute values times a weight, and the weight. The mean of the former
     over the mean of the latter is the weighted mean. Whole numbers, which count or
-    choose, are averaged as they are. The variable of the weight lies beside the number
-    of updates.
+    choose, are averaged as they are, and half types as float32, which holds them times
+    any weight. The variable of the weight lies beside the number of updates.
 
     Args:
       home: the task that counts updates.
@@ -476,8 +483,13 @@ def _is_real(value: Any) -> bool:
     return bool(jnp.issubdtype(value.dtype, jnp.inexact))
 
 
+def _wide(dtype: Any) -> Any:
+    is_half = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize < 4
+    return jnp.float32 if is_half else dtype
+
+
 def _as(weight: jax.Array, value: Any) -> jax.Array:
-    return weight.astype(value.dtype)
+    return weight.astype(_wide(value.dtype))
 
 
 def _averaged(mean: Variable | RowMean) -> tuple[Variable, ...]:

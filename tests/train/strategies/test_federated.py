@@ -134,6 +134,33 @@ def test_rounds_are_those_of_a_loop_by_hand(
     there.close()
 
 
+def test_half_parameters_of_clients_with_many_examples_have_their_mean(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    many = 70_000  # more than float16 holds
+    x = np.random.default_rng(0).normal(size=(many, 2)).astype(np.float16)
+    for client in range(len(SIZES)):
+        np.savez(tmp_path / f"{client}.npz", x=x + client, y=x[:, :1])
+
+    def error(model: Any, batch: Any) -> Any:
+        return jnp.mean((model(batch["x"]) - batch["y"]).astype(jnp.float32) ** 2)
+
+    found: list[Any] = []
+    for weight in ("examples", "equal"):
+        half = {"dtype": jnp.float16, "param_dtype": jnp.float16}
+        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0), **half)
+        strategy = Federated(weight=weight)
+        with Trainer(
+            model, error, optax.sgd(0.1), cluster=cluster, strategy=strategy
+        ) as there:
+            source = Source.npz(str(tmp_path / "{task}.npz"))
+            run = fit(there, source, steps=1, batch_size=many)
+            found.append(parameters(run.model()))
+    for value, due in zip(*found, strict=True):
+        assert value.dtype == np.float16
+        np.testing.assert_allclose(value, due, rtol=2e-3)
+
+
 def test_some_clients_are_drawn_anew_for_each_round(
     cluster: Cluster, source: Source
 ) -> None:
