@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
-from typing import NewType, final
+from typing import Final, NewType, final
 
 from jgraph.errors import DeviceSpecError
 from jgraph.view import markup
@@ -182,10 +182,13 @@ def _number(text: str | None) -> int | None:
     return None if text is None else int(text)
 
 
-# A scope is a jax.named_scope whose name no user would choose. JAX's autodiff and
-# batching carry it to the equations they make, wrapped: transpose(jvp(jgdev<…>)).
-# Slashes separate scopes in a name stack, so they are not used inside.
-_SCOPE = re.compile(r"jgdev<([^>]*)>")
+MARK: Final = "jgdev\x1f"
+"""What names of scopes begin with that are devices; nobody types its last character."""
+
+# A scope is a jax.named_scope of such a name. JAX's autodiff and batching carry it to
+# the equations they make, wrapped: transpose(jvp(jgdev<…>)). Slashes separate scopes in
+# a name stack, so they are not used inside.
+_SCOPE = re.compile(MARK + r"<([^>]*)>")
 _CURRENT: contextvars.ContextVar[DeviceSpec | None] = contextvars.ContextVar(
     "jgraph_device", default=None
 )
@@ -248,7 +251,7 @@ def current_device() -> DeviceSpec:
 
 def _scope_name(spec: DeviceSpec | None) -> str:
     text = "none" if spec is None else str(spec).lstrip("/").replace("/", ",")
-    return f"jgdev<{text}>"
+    return f"{MARK}<{text}>"
 
 
 @functools.lru_cache(maxsize=4096)

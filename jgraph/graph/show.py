@@ -7,6 +7,7 @@ from typing import TypeAlias
 from jgraph import _compat
 from jgraph._compat import Atom, Equation, Var
 from jgraph.graph.cost import flops_of, nbytes_of_value
+from jgraph.graph.device import MARK
 from jgraph.graph.ir import Dataflow, VariableSpec
 from jgraph.graph.text import equation_text, value_names
 from jgraph.view.scene import Item, Link, Scene
@@ -174,7 +175,7 @@ def scopes_of(equation: Equation) -> tuple[str, ...]:
     """Returns the user's own scopes of an equation; those of its gradient apart."""
     stack = _compat.name_stack_of(equation)
     parts = [_TRANSFORM.sub("", part) for part in stack.split("/")]
-    mine = [p for p in parts if p and not p.startswith("jgdev<")]
+    mine = [p for p in parts if p and not p.startswith(MARK)]
     if mine and "transpose(" in stack:
         mine[0] += " (grad)"
     return tuple(mine)

@@ -163,7 +163,7 @@ def test_stamp_of_an_equation_is_the_merge_of_its_scopes(
 
 def test_scopes_of_the_user_beside_ours_do_not_disturb() -> None:
     def f(x: jax.Array) -> jax.Array:
-        theirs, others = jax.named_scope("encoder/job:ps"), jax.named_scope("attention")
+        theirs, others = jax.named_scope("encoder/job:ps"), jax.named_scope("jgdev<x>")
         with theirs, device("/job:worker"), others, device("/task:2"):
             return jnp.sin(x)
 

@@ -360,7 +360,7 @@ def unrolled(equation: Equation) -> tuple[Jaxpr, Sequence[Any]] | None:
         return None
     if _compat.is_symbolic(equation.params["length"]):
         return None
-    if not 0 < num_equations(equation) <= MOST_EQUATIONS:
+    if num_equations(equation) > MOST_EQUATIONS:
         return None
     if one_place(body_stamps(equation)) is not None:
         return None
@@ -379,6 +379,7 @@ def _turns(equation: Equation) -> Any:
     params = equation.params
     body, length = params["jaxpr"], params["length"]
     num_consts, num_carry = _compat.scan_parts(equation)
+    stacked = [_compat.array_type(v) for v in equation.outvars[num_carry:]]
     order = range(length)[::-1] if params["reverse"] else range(length)
 
     def run(*operands: Any) -> list[Any]:
@@ -396,6 +397,8 @@ def _turns(equation: Equation) -> Any:
                 *rows,
             )
             carry, outputs[turn] = results[:num_carry], results[num_carry:]
+        if not length:
+            return [*carry, *(lax.full(t.shape, 0, t.dtype) for t in stacked)]
         per_turn = (outputs[turn] for turn in range(length))
         return [*carry, *(jnp.stack(ys) for ys in zip(*per_turn, strict=True))]
 

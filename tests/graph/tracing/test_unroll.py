@@ -24,16 +24,19 @@ def _over_two_tasks(carry: Any, x: Any) -> tuple[Any, Any]:
         return carry * 2, jnp.cos(carry)
 
 
+@pytest.mark.parametrize("turns", [3, 0])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_scan_over_two_tasks_becomes_its_turns(reverse: bool) -> None:
+def test_scan_over_two_tasks_becomes_its_turns(reverse: bool, turns: int) -> None:
+    rows = X[:turns]
+
     def step(start: Any, xs: Any) -> Any:
         return jax.lax.scan(_over_two_tasks, start, xs, reverse=reverse)
 
-    planned = check_plan(step, X[0], X)
+    planned = check_plan(step, X[0], rows)
     graph = planned.graph
     assert "scan" not in {e.primitive.name for e in graph.equations}
-    want = jax.lax.scan(_over_two_tasks, X[0], X, reverse=reverse)
-    got, _ = eval_graph(graph, (), (X[0], X))
+    want = jax.lax.scan(_over_two_tasks, X[0], rows, reverse=reverse)
+    got, _ = eval_graph(graph, (), (X[0], rows))
     for one, other in zip(jax.tree.leaves(want), got, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
@@ -75,6 +78,8 @@ def test_keys_and_weak_types_pass_through_the_turns() -> None:
             return key, jax.random.normal(own, (2,))
 
     check_plan(lambda key: jax.lax.scan(body, key, length=3), jax.random.key(3))
+    own_keys = lambda key, _: (body(key, None)[0], key)
+    check_plan(lambda key: jax.lax.scan(own_keys, key, length=0), jax.random.key(3))
 
 
 def test_loop_that_uses_a_variable_of_another_task_says_to_read_it_before() -> None:
