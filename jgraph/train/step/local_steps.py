@@ -327,6 +327,7 @@ class LocalSteps:
         round_batch: Any,
         step: Any,
         replica: Any,
+        by_rows: RowStep | None = None,
     ) -> Computed:
         """Returns what the steps before an exchange come to; called inside a graph.
 
@@ -337,6 +338,7 @@ class LocalSteps:
           round_batch: the batches of all steps, one after the other.
           step: number of the update, int32.
           replica: number of the worker, int32.
+          by_rows: the tables whose ids are looked at; all of them travel whole.
         """
         *inner, rounds = self.variables
 
@@ -352,6 +354,12 @@ class LocalSteps:
             return batches, step * count + jnp.arange(count, dtype=jnp.int32)
 
         with device("/job:worker"):
+            if by_rows is not None:
+                batches, seeds = inputs(round_batch, step)
+                good = by_rows.all_checked(batches, replica, seeds)
+                round_batch = jax.tree.map(
+                    lambda x, whole: x.reshape(whole.shape), good, round_batch
+                )
             number = rounds[...]
             leaves = [variable[...] for variable in inner]
             opt = jax.tree.structure(jax.eval_shape(self.tx.init, self._params))

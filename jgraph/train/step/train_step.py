@@ -276,7 +276,6 @@ class TrainStep:
         key = str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
         if key not in self._row_steps:
             off = self.local is not None and self.local.rule.epochs > 0
-            off |= self.fragments is not None
             off |= self.private is not None
             self._row_steps[key] = None if off else self._decide(batch)
         return self._row_steps[key]
@@ -452,7 +451,8 @@ class TrainStep:
         if self.local is not None and self.fragments is not None:
             tree = self.unflatten(list(self.variables))
             return self.local.streamed(
-                *(self.fragments, self.adapter.loss, tree, batch, step, replica)
+                *(self.fragments, self.adapter.loss, tree, batch, step, replica),
+                by_rows=by_rows,
             )
         if self.local is not None:
             way = self.local.computed(
@@ -565,7 +565,7 @@ class TrainStep:
           came: whether a round is finite; one that is not is counted, and changes
             nothing. None: that is not looked at.
         """
-        if by_rows is not None:
+        if by_rows is not None and self.fragments is None:
             rows, grads = self._whole_updates(by_rows, rows, grads)
         # Read anew: gradients are of the values that travelled to the worker, the
         # update is of those that lie here when it runs.

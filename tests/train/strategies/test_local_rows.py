@@ -168,10 +168,11 @@ def test_what_hangs_on_all_rows_of_a_table_lets_it_travel_whole(
     there.close()
 
 
+@pytest.mark.parametrize("fragments", [1, 3])
 def test_an_id_without_a_row_ends_the_run_with_the_updates_before(
-    cluster: Cluster,
+    cluster: Cluster, fragments: int
 ) -> None:
-    there = trainer(cluster, optax.sgd(0.1))
+    there = trainer(cluster, optax.sgd(0.1), fragments=fragments)
     ids = np.where(np.arange(64)[:, None] == 40, ROWS, data["ids"])
     with pytest.raises(RowIdError, match=f"has the id {ROWS}"):
         there.fit(
