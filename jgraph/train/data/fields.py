@@ -130,6 +130,8 @@ def _no_numbers_in(value: Any) -> str:
     if not hasattr(value, "columns"):
         return ""
     bad = [str(name) for name, one in _columns(value) if not _is_numeric(one.dtype)]
+    if not bad:  # of pandas, such as bool beside float
+        return "; the columns of the table have no type in common: df.astype('float32')"
     names = ", ".join(repr(name) for name in bad[:3])
     return f"; of the table these are no numbers: {names}; give columns by name"
 
@@ -190,7 +192,8 @@ def _not_an_array(value: Any, field: str, array: Array) -> str:
 
 def _is_numeric(dtype: np.dtype[Any]) -> bool:
     is_number = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
-    return bool(is_number) and dtype.char not in "gG"  # wider than 64 bits
+    # Wider than 64 bits, and spans of time.
+    return bool(is_number) and dtype.char not in "gGm"
 
 
 def _first_bad(array: Array) -> int:

@@ -101,6 +101,11 @@ def test_record_batches_in_a_list_are_the_rows_of_a_table() -> None:
             (np.zeros(6, np.longdouble),),
             r"data\[0\] has dtype (float128|longdouble|float96)",
         ),
+        ((np.zeros(6, "m8[s]"),), r"data\[0\] has dtype timedelta64\[s\], which XLA"),
+        (
+            pd.DataFrame({"a": [True], "b": [0.5]}),
+            r"in common: df\.astype\('float32'\)",
+        ),
         ((np.zeros(6, "V4"),), r"data\[0\] has dtype \|V4, which XLA does not know"),
         ((np.ma.masked_less(Y, 3),), r"data\[0\] has 3 masked values; .*\.filled"),
         (
