@@ -19,6 +19,7 @@ from jgraph.cluster.transport_choice import (
     as_tls,
     certificates_of,
     is_loopback,
+    token_file_in,
 )
 from jgraph.errors import (
     AddressError,
@@ -62,13 +63,14 @@ def join_cluster(
     """Returns a server that has joined a cluster as a new task.
 
     Args:
-      target: any task of the cluster, ``"jgraph://host:port"``.
+      target: any task of the cluster, ``"jgraph://host:port"``, also with
+        ``?token_file=…``, as ``Cluster.target`` has it.
       job: of which it is a task; only workers join.
       host: where the other tasks reach this host; how it reaches theirs unless given.
       port: to listen at; 0 takes a free one.
       tls: directory with the certificates of the indices that it may have, see
         ``jgraph certs --spare``.
-      token_file: see ``Server``.
+      token_file: see ``Server``; of the target unless given.
       timeout_s: the cluster may be starting, or without its registrar, for so long.
       dial_only: listen nowhere, and dial all tasks that do, as behind a firewall that
         lets nobody in. ``host`` and ``port`` mean nothing then.
@@ -98,6 +100,8 @@ def join_cluster(
     files = as_tls(tls, task)
     address = address_of(target, files)
     split_address(address)
+    if token_file is None and (named := token_file_in(target)):
+        token_file = Path(named)
     token = find_token(token_file, certificates_of(files))
     incarnation = secrets.randbits(64) or 1
     asking = _knock(address, job, incarnation, indices, token, files, task, timeout_s)

@@ -188,6 +188,15 @@ def test_one_with_the_token_of_another_cluster_does_not_join(
         join_cluster(here.servers[0].target, "worker", token_file=token.path)
 
 
+def test_one_that_is_given_a_target_with_a_token_file_joins(tmp_path: Path) -> None:
+    """As ``Cluster.target`` and the lines of ``jgraph scale`` have it."""
+    path = Token.make(tmp_path / "token").path
+    with Server({"ps": ["127.0.0.1:0"]}, token_file=path) as ps:
+        target = f"{ps.target}?token_file={path}"
+        with join_cluster(target, "worker") as worker:
+            assert worker.task == "/job:worker/task:0"
+
+
 @pytest.fixture
 def slow_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a registrar tells others takes a while, as over a busy link."""
