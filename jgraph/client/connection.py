@@ -84,7 +84,10 @@ class Connection:
         return target_of(self.address, self._tls, self._token_file)
 
     def tasks(self, job: str | None = None) -> list[TaskName]:
-        """Returns the tasks of a job (of all jobs if unset), in order."""
+        """Returns the tasks of a job (of all jobs if unset), in order.
+
+        Those that this client knows of: ``status()`` asks who has joined since.
+        """
         prefix = f"/job:{job}/" if job is not None else "/"
         return [task for task in self.spec.tasks() if task.startswith(prefix)]
 
@@ -186,8 +189,7 @@ class Connection:
     @short_traceback
     def status(self) -> ClusterStatus:
         """Asks every task how it is; names those that do not answer."""
-        reply = self.call("Master.Status", frame(empty=pb.Empty()), timeout_s=15.0)
-        return ClusterStatus.from_message(body_of(reply))
+        return ClusterStatus.from_message(self.status_now())
 
     @short_traceback
     def reset(self, *containers: str) -> None:

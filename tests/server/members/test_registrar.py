@@ -101,6 +101,15 @@ def test_one_that_ends_in_order_leaves_and_its_index_is_free(
     assert joined(here, stack).task == WORKER1
 
 
+def test_a_client_that_asks_how_tasks_are_knows_who_joined(
+    here: Servers, stack: ExitStack
+) -> None:
+    with connect(here.server(PS).target, timeout_s=20) as cluster:
+        worker = joined(here, stack)
+        assert worker.task in [one.task for one in cluster.status().tasks]
+        assert worker.task in cluster.tasks("worker")
+
+
 def test_one_that_a_client_tells_to_leave_ends(here: Servers, stack: ExitStack) -> None:
     worker = joined(here, stack)
     with connect(here.server(PS).target, timeout_s=20) as cluster:
