@@ -40,7 +40,8 @@ async def wait_reconnected(
     """
     polling, waits = Polling(_POLL_S, END_S, clock), False
     while not is_link_loss(task, known, ready := await ready_tasks(peers)):
-        if task in ready or await is_refused(peers.address(task)):
+        has_left = task not in peers.tasks()  # which has no address then
+        if task in ready or has_left or await is_refused(peers.address(task)):
             return False
         if not waits:
             what = error.message.rstrip(".")
