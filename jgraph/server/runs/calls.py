@@ -142,10 +142,11 @@ class Runs:
     async def _open(self, request: Frame) -> AsyncIterator[Frame]:
         order = body_of(request)
         if order.run not in self._supervisors:
+            # First: nobody would end what has begun if the caller gives up meanwhile.
+            order.version = await version_if_known(self._peers, order)
             supervisor = RunSupervisor(order, self._peers, self._clock)
             supervisor.confirm = partial(self._invite, supervisor)
             self._save(order, supervisor)
-            order.version = await version_if_known(self._peers, order)
             self._supervisors[order.run] = supervisor
             if supervisor.client is not None:
                 supervisor.client.begin(COMPILE_S)  # it has more to say

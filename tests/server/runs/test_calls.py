@@ -1,6 +1,7 @@
 """A master and the standby of its runs: when it is invited."""
 
 import asyncio
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +12,7 @@ from jgraph.graph.ir import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.transport import Address, Frame
+from jgraph.runtime.files.shard_files import make_proof
 from jgraph.server.runs import calls as runs_module, journal
 from jgraph.server.runs.calls import Runs
 from jgraph.server.runs.standby import StandbyPeers
@@ -72,6 +74,34 @@ async def opened(door: Inviting) -> tuple[Runs, RunSupervisor]:
     supervisor = runs.find("r")
     assert supervisor is not None
     return runs, supervisor
+
+
+def test_of_a_run_that_its_client_gave_up_before_it_was_open_nothing_goes_on(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        door = Inviting()
+        asked, answer = asyncio.Event(), door.call
+
+        async def call(task: str, method: str, request: Frame, **_: Any) -> Frame:
+            if method == "Variables":
+                asked.set()
+                await asyncio.Event().wait()
+            return await answer(task, method, request)
+
+        door.call = call  # type: ignore[method-assign]
+        runs = Runs(cast("StandbyPeers", door), door.clock)
+        saves = pb.RunSaves(directory=str(tmp_path), proof=make_proof(tmp_path))
+        order = pb.OpenRun(run="r", info='{"container": ""}', saves=saves)
+        replies = runs.methods["Master.OpenRun"](frame(open_run=order))
+        opening = asyncio.ensure_future(anext(replies))
+        await asked.wait()
+        opening.cancel()
+        await asyncio.wait([opening])
+        assert runs.find("r") is None
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_async(main(), timeout_s=20)
 
 
 def test_heir_is_not_invited_to_a_run_that_is_over(
