@@ -16,7 +16,7 @@ from jgraph.rpc.resumable.admission_control import (
     Announced,
     RequestBudget,
 )
-from jgraph.rpc.shared_memory.memory_files import Bytes
+from jgraph.rpc.shared_memory.mappings import Bytes
 from jgraph.rpc.status import from_status
 from jgraph.rpc.transport import Address, Frame
 from jgraph.rpc.wire.codec import aligned_empty, encode, pack, prepare

@@ -10,28 +10,24 @@ are contiguous, begin at a page, and end where one does, but the last. Elsewhere
 is no such array, and who wants one makes a copy.
 """
 
-import ctypes
 import mmap
-import sys
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Final, final
 
 import numpy as np
 
 from jgraph.rpc.shared_memory.lending import fill
+from jgraph.rpc.shared_memory.mappings import Bytes, address_of, map_again
 from jgraph.rpc.shared_memory.memory_blocks import PAGE_BYTES
-from jgraph.rpc.shared_memory.memory_files import Bytes
 from jgraph.rpc.shared_memory.shared_memory import is_received
 from jgraph.rpc.shared_memory.slabs import Loan, Slabs
 from jgraph.rpc.wire.codec import flat_bytes
 
 Array = np.ndarray[Any, Any]
 
-_TO_A_PLACE: Final = 1 | 2  # MREMAP_MAYMOVE | MREMAP_FIXED
 _POPULATE_READ: Final = 22  # MADV_POPULATE_READ, of Linux 5.14
 
 
@@ -124,12 +120,6 @@ def _fit(parts: Sequence[Array]) -> bool:
     return alike and all(part.nbytes % PAGE_BYTES == 0 for part in parts[:-1])
 
 
-def address_of(array: Array) -> int:
-    """Returns where an array begins."""
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
 def _mapped(lie_at: Sequence[int], sizes: Sequence[int]) -> Bytes | None:
     """Returns shared memory of several places as one range, for reading."""
     if any(place == 0 or place % PAGE_BYTES for place in lie_at):
@@ -142,30 +132,12 @@ def _mapped(lie_at: Sequence[int], sizes: Sequence[int]) -> Bytes | None:
     data: Bytes = np.frombuffer(mapped, np.uint8)
     start = 0
     for place, size in zip(lie_at, sizes, strict=True):
-        pages = -(-size // PAGE_BYTES) * PAGE_BYTES
-        if not _map_again(place, pages, address_of(data) + start):
+        if not map_again(place, size, address_of(data) + start):
             return None
         start += size
     with suppress(OSError, ValueError):  # an older kernel does so page by page
         mapped.madvise(_POPULATE_READ)
     return data
-
-
-def _map_again(place: int, nbytes: int, target: int) -> bool:
-    """Maps pages of shared memory once more, over what is mapped at ``target``."""
-    if sys.platform != "linux":
-        return False
-    found = _mremap()(place, 0, nbytes, _TO_A_PLACE, target)
-    return bool(found == target)
-
-
-@cache
-def _mremap() -> Any:
-    """Returns the call of Linux, with the types of what it takes."""
-    mremap = ctypes.CDLL(None).mremap
-    mremap.restype, size = ctypes.c_void_p, ctypes.c_size_t
-    mremap.argtypes = [ctypes.c_void_p, size, size, ctypes.c_int, ctypes.c_void_p]
-    return mremap
 
 
 class _Joined:

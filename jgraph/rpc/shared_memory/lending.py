@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.shared_memory.memory_files import Bytes
+from jgraph.rpc.shared_memory.mappings import Bytes
 from jgraph.rpc.shared_memory.shared_memory import SendMemory
 from jgraph.rpc.shared_memory.slabs import Loan
 from jgraph.rpc.wire.codec import Prepared, flat_bytes

@@ -12,19 +12,23 @@ import stat
 import struct
 import sys
 from contextlib import suppress
-from typing import Final, TypeAlias, final
+from typing import Final, final
 
 import numpy as np
 
 from jgraph.errors import MalformedMessageError
+from jgraph.rpc.shared_memory.mappings import (
+    Bytes,
+    map_file,
+    map_without_file,
+    spare_files,
+)
 
 NONCE_BYTES: Final = 32
-Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 _NAME: Final = "jgraph"
 _NUMBER: Final = struct.Struct("<Q")
 _MARK_BYTES: Final = NONCE_BYTES + _NUMBER.size
-_HUGE_PAGE_BYTES: Final = 2 << 20
 _LINK: Final = f"/memfd:{_NAME} (deleted)"
 
 
@@ -63,7 +67,7 @@ class MemoryFile:
             os.ftruncate(self.fd, nbytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
-            self._mapped = _map(self.fd, nbytes)
+            self._mapped = map_file(self.fd, nbytes)
             self.data = np.frombuffer(self._mapped, np.uint8)
         except BaseException:
             os.close(self.fd)
@@ -109,11 +113,7 @@ def map_foreign(pid: int, fd: int, nonce: bytes, number: int = 0) -> Bytes:
         target = os.readlink(path)
         if target != _LINK:
             raise MalformedMessageError(f"{path} is not shared memory of jgraph")
-        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            data = np.frombuffer(_map(opened, _checked_size(opened, path)), np.uint8)
-        finally:
-            os.close(opened)
+        data = spare_files.use(lambda: _opened(path))
     except OSError as error:
         raise MalformedMessageError(
             f"{path} cannot be opened as shared memory ({error.strerror or error})"
@@ -126,6 +126,14 @@ def map_foreign(pid: int, fd: int, nonce: bytes, number: int = 0) -> Bytes:
             f"{path} is shared memory number {found:,}, and {number:,} was announced"
         )
     return data
+
+
+def _opened(path: str) -> Bytes:
+    opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return map_without_file(opened, _checked_size(opened, path))
+    finally:
+        os.close(opened)
 
 
 def is_over(data: Bytes) -> bool:
@@ -144,12 +152,3 @@ def _checked_size(fd: int, path: str) -> int:
     if seals & needed != needed:
         raise MalformedMessageError(f"{path} is not sealed against resizing")
     return found.st_size
-
-
-def _map(fd: int, nbytes: int) -> mmap.mmap:
-    # Unmapped when the last array that looks at it is gone.
-    mapped = mmap.mmap(fd, nbytes)
-    if nbytes >= _HUGE_PAGE_BYTES:
-        with suppress(OSError):  # a kernel without them
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-    return mapped

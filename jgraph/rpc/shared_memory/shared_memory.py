@@ -19,9 +19,9 @@ import numpy as np
 
 from jgraph.errors import MalformedMessageError
 from jgraph.rpc._pb import jgraph_pb2 as pb
+from jgraph.rpc.shared_memory.mappings import Bytes
 from jgraph.rpc.shared_memory.memory_blocks import PAGE_BYTES, Budget, Slots
 from jgraph.rpc.shared_memory.memory_files import (
-    Bytes,
     MemoryFile,
     is_over,
     map_foreign,

@@ -15,13 +15,14 @@ from typing import Any, Final, Protocol, final
 
 import numpy as np
 
+from jgraph.rpc.shared_memory.mappings import Bytes
 from jgraph.rpc.shared_memory.memory_blocks import (
     PAGE_BYTES,
     Block,
     BlockPool,
     Budget,
 )
-from jgraph.rpc.shared_memory.memory_files import NONCE_BYTES, Bytes, MemoryFile
+from jgraph.rpc.shared_memory.memory_files import NONCE_BYTES, MemoryFile
 
 SLAB_BYTES: Final = 16 << 20
 LARGE_BYTES: Final = 32 << 20

@@ -9,7 +9,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from jgraph.rpc.shared_memory.memory_files import Bytes
+from jgraph.rpc.shared_memory.mappings import Bytes
 from jgraph.rpc.wire.codec import aligned_empty
 
 KEPT_FROM_BYTES: Final = 256 << 10

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from jgraph.errors import JGError, MalformedMessageError, MessageTooLargeError
 from jgraph.rpc._pb import jgraph_pb2 as pb
-from jgraph.rpc.shared_memory.memory_files import Bytes
+from jgraph.rpc.shared_memory.mappings import Bytes
 from jgraph.rpc.shared_memory.shared_memory import ReceiveMemory
 from jgraph.rpc.transport import Frame, Tensor
 from jgraph.rpc.wire.codec import (

@@ -10,8 +10,8 @@ from jgraph.errors import MalformedMessageError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
 from jgraph.rpc.shared_memory import lending
+from jgraph.rpc.shared_memory.mappings import Bytes
 from jgraph.rpc.shared_memory.memory_blocks import Budget
-from jgraph.rpc.shared_memory.memory_files import Bytes
 from jgraph.rpc.shared_memory.shared_memory import ReceiveMemory, SendMemory
 from jgraph.rpc.shared_memory.slabs import Slabs
 from jgraph.rpc.transport import Tensor

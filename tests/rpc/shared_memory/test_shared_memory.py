@@ -5,6 +5,7 @@ import fcntl
 import gc
 import os
 import re
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -221,6 +222,39 @@ def test_slab_of_another_sender_is_refused() -> None:
         handle = send(sender)
         with pytest.raises(MalformedMessageError, match="another nonce"):
             of_other.array(handle, N)
+
+
+@contextmanager
+def no_file_left() -> Iterator[None]:
+    """All files are open that this process may open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(int(link.name) for link in Path("/proc/self/fd").iterdir())
+    taken = [os.dup(0)]
+    while taken[-1] <= most:
+        taken.append(os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
+
+
+def test_a_receiver_that_can_open_no_file_takes_what_it_is_sent() -> None:
+    """Also of memory that it has not seen before, and more than once."""
+    with pair():  # it has mapped memory before
+        pass
+    senders = [SendMemory(Slabs(Budget(1 << 20), slab_bytes=1 << 20)) for _ in range(3)]
+    handles = [send(sender, value) for value, sender in enumerate(senders)]
+    before = open_files()
+    with no_file_left():
+        receivers = [ReceiveMemory(sender.announcement()) for sender in senders]
+        taken = [one.array(h, N) for one, h in zip(receivers, handles, strict=True)]
+    assert [int(array[N - 1]) for array in taken] == [0, 1, 2]
+    assert open_files() == before + 2 * len(senders), "mapped, and not open"
+    for sender in senders:
+        sender.close()
 
 
 def test_memory_file_cannot_be_resized() -> None:
