@@ -65,19 +65,21 @@ def submit_run(
         query = frame(run_query=pb.RunQuery(run=run))
         try:
             row = _order_run(cluster, run, make, about, data)
-            _check(cluster, query, check)
+            check()
             _begin(cluster, query)
-        except (ClusterUnreachableError, TaskLostError) as error:
-            remaining -= 1
-            if not remaining or error.details.get("task", master) != master:
-                raise
-            take_over(cluster, error)
-            continue
-        except ConfigError as error:
-            if error.details.get("run") != run:
-                raise
-            what = f"{master} was started again while it was told of a run"
-            raise TaskLostError(what, task=master) from error
+        except JGError as error:
+            is_loss = isinstance(error, ClusterUnreachableError | TaskLostError)
+            if is_loss and error.details.get("task", master) == master:
+                remaining -= 1
+                if not remaining:
+                    raise
+                take_over(cluster, error)
+                continue
+            if isinstance(error, ConfigError) and error.details.get("run") == run:
+                what = f"{master} was started again while it was told of a run"
+                raise TaskLostError(what, task=master) from error
+            _forget(cluster, query)
+            raise
         return RunFollower(cluster, info_of(row), stop, owner)
 
 
@@ -87,14 +89,10 @@ def _begin(cluster: Connection, query: Frame) -> None:
         cluster.call("Master.BeginRun", query)
 
 
-def _check(cluster: Connection, query: Frame, check: Callable[[], None]) -> None:
-    """Lets the master forget a run that would fail at its first step."""
-    try:
-        check()
-    except JGError:
-        with suppress(JGError):  # it is lost, or was started again
-            cluster.call("Master.StopRun", query)
-        raise
+def _forget(cluster: Connection, query: Frame) -> None:
+    """Lets the master forget a run that does not begin: it would be there for ever."""
+    with suppress(JGError):  # it is lost, or was started again
+        cluster.call("Master.StopRun", query)
 
 
 def _order_run(
