@@ -55,7 +55,15 @@ class Streams:
         if self.count >= MOST:
             text = f"{MOST} pages are open, and no more at once; close one of them"
             raise HTTPException(503, text)
+        self.count += 1  # at once: many may be asked for before the first one runs
         return _Stream(self)
+
+    def leave(self) -> None:
+        """Counts a stream no more, which is over."""
+        self.count -= 1
+        if not self.count and self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
 
     def end(self) -> None:
         """Ends all streams; called in their event loop."""
@@ -64,16 +72,7 @@ class Streams:
 
     async def run(self, send: Send) -> None:
         """Sends the view, and what changes, until the reader is gone."""
-        self.count += 1
-        try:
-            await self._run(send)
-        finally:
-            self.count -= 1
-            if not self.count and self._looking is not None:
-                self._looking.cancel()
-                self._looking = None
 
-    async def _run(self, send: Send) -> None:
         async def put(data: bytes, *, more: bool = True) -> None:
             async with asyncio.timeout(SEND_S):
                 await send(
@@ -84,7 +83,9 @@ class Streams:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await put(_FILLER)
         await run_in_threadpool(self._patches.look)
-        looking = self._looking = self._looking or asyncio.create_task(self._look())
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        looking = self._looking
         view, number = self._patches.newest, 1
         await put(_event("state", number, as_json(view)))
         while not self._has_ended:
@@ -147,7 +148,10 @@ class _Stream(Response):
         finally:
             for work in (sending, leaving):
                 work.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
+            try:
+                await asyncio.gather(sending, leaving, return_exceptions=True)
+            finally:
+                self._streams.leave()
 
 
 async def _gone(receive: Receive) -> None:

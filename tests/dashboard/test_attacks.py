@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from starlette.exceptions import HTTPException
 from starlette.types import Message
 
 from jgraph.dashboard import serve, stream
@@ -226,6 +227,24 @@ def test_readers_are_told_where_the_view_cannot_be_made_any_more(
     with pytest.raises(KeyError, match="no such thing"):
         asyncio.run(run())
     assert not any(b"event: patch" in data for data in sent)
+
+
+def test_streams_are_counted_when_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream, "MOST", 2)
+    asked: Any = None
+
+    async def run() -> None:
+        streams = stream.Streams(Imagined(scene()))
+        for _ in range(2):
+            await streams.open(asked)
+        with pytest.raises(HTTPException, match="2 pages are open"):
+            await streams.open(asked)
+        streams.leave()
+        await streams.open(asked)
+
+    asyncio.run(run())
 
 
 def test_who_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

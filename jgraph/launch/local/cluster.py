@@ -14,7 +14,7 @@ from jgraph.clock import Clock, SystemClock
 from jgraph.cluster import event_loop
 from jgraph.cluster.deadlines import DRAIN_S
 from jgraph.cluster.events import Event
-from jgraph.cluster.options import check_sources
+from jgraph.cluster.options import check_seconds, check_sources
 from jgraph.cluster.transport_choice import TransportChoice, as_tls, check_transport
 from jgraph.cluster.wait_message import show_wait
 from jgraph.coordination.liveness.freezes import FROZEN_S
@@ -118,9 +118,11 @@ class LocalCluster(Cluster):
         sources = check_sources(allow_sources)
         check_restarts(restarts)
         check_frozen_s(frozen_s)
+        check_seconds("timeout_s", timeout_s)
         clock = clock or SystemClock()
         deadline = clock.now() + timeout_s
         self._is_elastic = elastic
+        self._process = os.getpid()
         self._temporary = log_dir is None
         self._directory = _log_directory(log_dir)
         # Of this cluster alone; only the name of the directory leaves this process.
@@ -277,6 +279,8 @@ class LocalCluster(Cluster):
 
     def _end_processes(self) -> None:
         atexit.unregister(self._end_processes)
+        if os.getpid() != self._process:
+            return  # this one was forked: its end is not that of the cluster
         self._processes.end()
         self._forget_files()
 
@@ -295,12 +299,14 @@ def _log_directory(path: str | os.PathLike[str] | None) -> Path:
     """Returns where tasks write their logs; makes it."""
     if path is None:
         return Path(tempfile.mkdtemp(prefix="jgraph-"))
-    directory = Path(path)
     try:
+        directory = Path(path)
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        tempfile.TemporaryFile(dir=directory).close()  # it may be written to
+    except (OSError, TypeError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"log_dir={str(path)!r} cannot be a directory for logs: {error.strerror}; "
+            f"log_dir={str(path)!r} cannot be a directory for logs: {why}; "
             "give another one, or none for a temporary one"
         ) from error
     return directory

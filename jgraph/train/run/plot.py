@@ -116,9 +116,13 @@ def _draw(axis: "Axes", curve: Curve) -> None:
 
 
 def _smooth(values: Array) -> Array:
-    """Running mean over the last values, shorter at the beginning."""
-    total = np.cumsum(np.concatenate([[0.0], values]))
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - _WINDOW, 0)
-    smooth: Array = (total[ends] - total[starts]) / (ends - starts)
+    """Running mean over the last values, shorter at the beginning.
+
+    Each is of its own values: of differences of sums, one value that is not finite, or
+    huge, would be in all that follow.
+    """
+    after_zeros = np.concatenate([np.zeros(_WINDOW), values])
+    windows = np.lib.stride_tricks.sliding_window_view(after_zeros, _WINDOW)[1:]
+    counts = np.minimum(np.arange(1, len(values) + 1), _WINDOW)
+    smooth: Array = windows.sum(axis=1) / counts
     return smooth

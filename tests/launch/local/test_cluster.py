@@ -1,5 +1,6 @@
 """Real processes on this machine."""
 
+import atexit
 import json
 import os
 import re
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import FrozenInstanceError
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -371,3 +372,23 @@ def test_a_directory_for_logs_that_cannot_be_made_is_told_of(tmp_path: Path) -> 
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"log_dir='.*file/logs' cannot be a direct"):
         LocalCluster(log_dir=tmp_path / "file" / "logs")
+    for name in (cast(Any, 5), "a\0b"):
+        with pytest.raises(ConfigError, match="cannot be a directory for logs: "):
+            LocalCluster(log_dir=name)
+
+
+@pytest.mark.parametrize("timeout_s", ["60", None, float("nan")])
+def test_a_time_limit_that_is_none_is_refused(timeout_s: Any) -> None:
+    with pytest.raises(ConfigError, match="give a number of seconds"):
+        LocalCluster(timeout_s=timeout_s)
+
+
+def test_the_end_of_a_process_that_was_forked_is_not_that_of_the_cluster(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: 1)
+        cluster._end_processes()
+    assert Path(cluster._secrets).exists()
+    assert not cluster.gone()
+    atexit.register(cluster._end_processes)
