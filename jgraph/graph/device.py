@@ -8,7 +8,12 @@ import difflib
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import (
+    AbstractContextManager,
+    ContextDecorator,
+    ExitStack,
+    contextmanager,
+)
 from dataclasses import dataclass, fields
 from typing import Final, NewType, final
 
@@ -192,12 +197,16 @@ _SCOPE = re.compile(MARK + r"<([^>]*)>")
 _CURRENT: contextvars.ContextVar[DeviceSpec | None] = contextvars.ContextVar(
     "jgraph_device", default=None
 )
+_ENTERED: contextvars.ContextVar[tuple[ExitStack, ...]] = contextvars.ContextVar(
+    "jgraph_devices", default=()
+)
 
 
 def device(spec: str | DeviceSpec | None) -> AbstractContextManager[None]:
     """Places the operations traced inside on a device.
 
     Scopes nest: the inner one wins field by field; ``None`` clears all outer scopes.
+    What it returns may be used again, in any thread.
 
     Args:
       spec: a device string such as ``"/job:worker/task:1"``, possibly partial.
@@ -213,7 +222,25 @@ def device(spec: str | DeviceSpec | None) -> AbstractContextManager[None]:
       '/job:worker/task:1'
     """
     # Checked here, not when the scope is entered: a typo shows where it is written.
-    return _scope(None if spec is None else as_spec(spec))
+    return _Scope(None if spec is None else as_spec(spec))
+
+
+@final
+class _Scope(ContextDecorator, AbstractContextManager[None]):
+    """A device scope that may be entered more than once."""
+
+    def __init__(self, inner: DeviceSpec | None) -> None:
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        entered = ExitStack()
+        entered.enter_context(_scope(self._inner))
+        _ENTERED.set((*_ENTERED.get(), entered))
+
+    def __exit__(self, *exc: object) -> None:
+        *others, last = _ENTERED.get()
+        _ENTERED.set(tuple(others))
+        last.close()
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Device strings: the grammar and the merging of TensorFlow's DeviceSpec."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -142,6 +144,17 @@ def test_scope_ends_when_its_code_raises() -> None:
     with pytest.raises(ZeroDivisionError), device("/job:ps"):
         _ = 1 // 0
     assert not current_device()
+
+
+def test_a_scope_may_be_used_again_and_inside_itself() -> None:
+    there: Any = device("/job:worker")
+    for _ in range(2):
+        with there, device("/task:1"):
+            assert str(current_device()) == "/job:worker/task:1"
+            with there:
+                assert str(current_device()) == "/job:worker/task:1"
+            assert there(current_device)() == current_device()  # as a decorator, too
+        assert not current_device()
 
 
 @given(st.lists(SPECS | st.none(), max_size=4))
