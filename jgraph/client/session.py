@@ -352,7 +352,7 @@ class Session:
     def run_loops(self, requests: Sequence[LoopRequest]) -> LoopHandle:
         """Sets replica loops going on their tasks; iterate over it for reports."""
         self._check_open()
-        return LoopHandle(self._cluster, requests)
+        return LoopHandle(self._cluster, requests, self)
 
     def lacking(self, variables: Sequence[Variable]) -> list[VariableSpec]:
         """Returns those without a value; of a sharded variable its shards."""

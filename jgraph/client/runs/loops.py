@@ -33,10 +33,20 @@ class LoopHandle:
     """Loops under way: iterate for their reports until all have ended.
 
     Iterating raises the first error of any loop, after asking the others to stop.
+
+    Args:
+      cluster: of their tasks.
+      requests: what they do.
+      session: has their programs, which go with it: it stays as long as this.
     """
 
-    def __init__(self, cluster: Connection, requests: Sequence[LoopRequest]) -> None:
-        self._cluster = cluster
+    def __init__(
+        self,
+        cluster: Connection,
+        requests: Sequence[LoopRequest],
+        session: object = None,
+    ) -> None:
+        self._cluster, self._session = cluster, session
         self._name = unique("loop")
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._running: dict[int, LoopRequest] = dict(enumerate(requests))

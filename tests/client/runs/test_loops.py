@@ -1,5 +1,7 @@
 """Between-graph replication: every worker's server runs its own loop over one state."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import jax
@@ -37,6 +39,19 @@ def test_every_update_of_two_concurrent_loops_counts_exactly_once(
         assert set().union(*(r.times for r in own)) == parts
         total = sum(sum(r.times.values()) for r in own)
         assert total <= own[-1].seconds[-1] if own[-1].seconds.size else total > 0
+
+
+def test_loops_keep_their_session_which_has_their_programs(cluster: Cluster) -> None:
+    session = cluster.session()
+    loops = session.run_loops(requests(session, cluster, steps=3))
+    still_there = weakref.ref(session)
+    del session
+    gc.collect()
+    assert still_there() is not None
+    assert {r.state for r in loops if r.state != "running"} == {"done"}
+    del loops
+    gc.collect()
+    assert still_there() is None
 
 
 def test_loop_that_ended_can_be_asked_for_what_was_on_its_way(
