@@ -129,10 +129,12 @@ class WorkerSetup:
         """
         for number, program in enumerate(self._before[task]):
             handle = f"{once}.{number}"
-            await self._register(program, handle)
             step = frame(run_step=pb.RunStep(handle=handle, timeout_s=COMPILE_S))
-            await self.peers.call(task, "RunStep", step, timeout_s=COMPILE_S)
-            await self.drop(handle)
+            try:
+                await self._register(program, handle)
+                await self.peers.call(task, "RunStep", step, timeout_s=COMPILE_S)
+            finally:
+                await self.drop(handle)
 
     async def renew(self, handle: str, suffix: str) -> str:
         """Gives all tasks a program whose driver is another process; returns its name.

@@ -313,7 +313,12 @@ class RunWorkers:
         if (preparing := self._joining.pop(replica, None)) is not None:
             number, task = preparing
             task.cancel()
-            self.do(ready.drop(ready.next_handle(order, number)))
+            self._drop_next(order, number)
+
+    def _drop_next(self, order: pb.RunLoop, number: int) -> None:
+        """Drops what was made for a worker that does not take part after all."""
+        ready = self.joiners.ready
+        self.do(ready.drop(ready.next_handle(order, number)))
 
     async def _join(self, replica: int, number: int) -> None:
         """Prepares a worker that joins, within its time."""
@@ -325,6 +330,7 @@ class RunWorkers:
             ready = False
             text = "%s was not ready after %g s, and does not take part yet"
             _LOG.warning(text, order.task, _PREPARE_S)
+            self._drop_next(order, number)
         if ready:
             text = f"{order.task} takes part in run '{order.run}'"
             self.joiners.peers.note("joined", text)
@@ -365,6 +371,7 @@ class RunWorkers:
             return False
         except JGError as error:  # it went away again; the next look tells
             _LOG.info("%s does not take part yet: %s", order.task, error.message)
+            self._drop_next(order, number)
             return False
         if self.joiners.record.is_over:  # what was made for it is dropped by now
             await ready.drop(order.handle)
