@@ -1,6 +1,7 @@
 """``jgraph export``, ``serve`` and ``predict``: versions of models, their servers."""
 
 import gc
+import inspect
 import json
 import signal
 import sys
@@ -48,6 +49,13 @@ def export(
     file = where.rpartition(":")[0]
     trainer = object_at(where)[1]
     if not isinstance(trainer, Trainer) and callable(trainer):
+        try:
+            inspect.signature(trainer).bind()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"'{where}' cannot be called without arguments ({error}); name a "
+                "Trainer, or a function that makes one by itself"
+            ) from error
         trainer = trainer()
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"'{where}' is a {type(trainer).__name__}; name a Trainer")
@@ -227,10 +235,16 @@ def predict(
 ) -> None:
     """Ask a model server for one prediction, or measure how many it makes."""
     from jgraph.cli.model_client import ModelClient, bench
+    from jgraph.errors import TokenError
     from jgraph.rpc.security.token import SERVE_NAME, Token, home
 
     x = _read(file)
     path = token_file or home() / SERVE_NAME
+    if token_file and not path.exists():
+        raise TokenError(
+            f"there is no token at {path}; give --token-file the file that `jgraph "
+            "serve` names when it starts, or a copy of it"
+        )
     token = Token.read(path) if token_file or path.exists() else None
     asking = [ModelClient(url, token, ca, timeout) for _ in range(clients)]
     try:

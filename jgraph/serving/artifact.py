@@ -122,6 +122,8 @@ class ModelManifest:
         body["platforms"] = tuple(body["platforms"])
         if body.get("kind", KINDS[0]) not in KINDS:
             raise ValueError(f"it is of the kind {body['kind']!s:.40}")
+        if not isinstance(body.get("source", {}), dict):
+            raise ValueError("its source is no object")  # noqa: TRY004  # of a file
         return cls(**body)
 
 

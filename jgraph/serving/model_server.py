@@ -49,6 +49,7 @@ LOADER_NICE: Final = 10
 """By how much what loads versions is nicer than what answers requests."""
 GRACE_S: Final = 10.0
 """Requests under way are answered by then, or the server ends without."""
+_LINK: Final = "it is a link, and none is followed here; move the directory here"
 TLSFiles: TypeAlias = tuple[str | os.PathLike[str], str | os.PathLike[str]]
 
 
@@ -186,9 +187,10 @@ class ModelServer:
             raise ConfigError(f"cannot look for models in {self.path}: {why}")
         self._models.first = frozenset(self._models.by_name)
         if not (self._models.by_name or self._may_be_empty):
+            others = "".join(f"; {name}: {why}" for name, why in unreadable.items())
             raise ConfigError(
-                f"{self.path} holds no exported models; jg.export writes them to "
-                "PATH/NAME/VERSION"
+                f"{self.path} holds no exported models{others}; jg.export writes them "
+                "to PATH/NAME/VERSION"
             )
         if self.grpc_port is not None:
             await self._start_grpc(self.grpc_port)
@@ -515,12 +517,18 @@ def _models_in(path: Path) -> tuple[list[Path], dict[str, str]]:
         if versions_in(path):
             return [path], {}
         with os.scandir(path) as entries:
-            names = [one.name for one in entries if MODEL_NAME.fullmatch(one.name)]
+            names = sorted(
+                one.name for one in entries if MODEL_NAME.fullmatch(one.name)
+            )
     except OSError as error:
         return [], {str(path): error.strerror or str(error)}
     for one in (path / name for name in names):
         try:
-            if one.is_dir() and not one.is_symlink() and versions_in(one):
+            if not one.is_dir() or not versions_in(one):
+                continue
+            if one.is_symlink():
+                unreadable[one.name] = _LINK
+            else:
                 found.append(one)
         except OSError as error:
             unreadable[one.name] = error.strerror or str(error)

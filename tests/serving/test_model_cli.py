@@ -118,3 +118,7 @@ def test_a_checkpoint_is_exported_by_the_command(tmp_path: Path) -> None:
     assert "the model failed on the example 'BATCH'" in str(done.exception)
     assert "--fn" in str(done.exception)
     assert not (tmp_path / "n").exists()
+    words = ("export", tmp_path / "saved", f"{file}:loss", "--example", "X")
+    done = CliRunner().invoke(app, [*map(str, words), "-o", str(tmp_path / "n")])
+    assert isinstance(done.exception, ConfigError)
+    assert "loss' cannot be called without arguments" in str(done.exception)

@@ -102,6 +102,9 @@ def test_what_cannot_be_answered_is_said(
 def test_a_file_that_is_not_there_is_named(server: jg.ModelServer) -> None:
     with pytest.raises(ModelInputError, match=r"no\.json is no JSON .*No such file"):
         predict(server.url, "half_plus_three", "no.json")
+    words = ("--token-file", "no.token")
+    with pytest.raises(TokenError, match="the file that `jgraph serve` names"):
+        predict(server.url, "half_plus_three", "-", *words, stdin="[1.0]")
 
 
 def test_another_token_is_refused(server: jg.ModelServer, tmp_path: Path) -> None:

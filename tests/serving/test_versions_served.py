@@ -21,7 +21,7 @@ import pytest
 import jgraph as jg
 from jgraph.clock import SystemClock
 from jgraph.cluster import event_loop
-from jgraph.errors import ModelNotReadyError
+from jgraph.errors import ConfigError, ModelNotReadyError
 from tests.support.exported import half_plus_three
 from tests.support.free_port import free_port
 from tests.support.http_calls import call
@@ -237,6 +237,21 @@ def test_a_directory_that_cannot_be_read_keeps_no_other_model_as_it_was(
         assert server.predict("m", X)["y"][0, 0] == 2
     told = [one for one in caplog.messages if "away: Permission denied" in one]
     assert len(told) == 1
+
+
+def test_a_link_to_a_model_is_told_and_not_followed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    constant(tmp_path / "elsewhere", 1)
+    models = tmp_path / "models"
+    models.mkdir()
+    (models / "linked").symlink_to(tmp_path / "elsewhere" / "m")
+    with pytest.raises(ConfigError, match="linked: it is a link"):
+        jg.serve(models)
+    constant(models, 1)
+    with jg.serve(models, http_port=None, watch_s=3600) as server:
+        assert [row["name"] for row in server.status()] == ["m"]
+    assert any("linked: it is a link" in one for one in caplog.messages)
 
 
 def test_labels_move_by_file_and_a_bad_file_moves_nothing(tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ def manifests(good: Mapping[str, Any]) -> dict[str, Any]:
         "another format": {**good, "format": 2},
         "another kind": {**good, "kind": "pickle"},
         "no signatures": {**good, "signatures": {}},
+        "a source that is none": {**good, "source": None},
         "a parent": renamed("../x"),
         "an absolute name": renamed("/etc/passwd"),
         "a negative size": changed(shape=[-1]),
