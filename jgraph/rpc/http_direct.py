@@ -6,11 +6,13 @@ Windows, and so no such module.
 """
 
 import asyncio
+import sys
 from collections.abc import Mapping
 from functools import cache
 from http import HTTPStatus
 from typing import Final, final
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jgraph.errors import HttpRequestError
@@ -27,6 +29,8 @@ class FastProtocol(HttpBounds, HttpToolsProtocol):
     _is_in_head = False
     _came = 0
     """Bytes that are being read."""
+    _read_to = -1
+    """Where a head ended that wishes for another protocol; -1: there was none."""
     _came_with_others = 0
     """Of these, if a request ended among them."""
     _body: bytearray | None = None
@@ -47,11 +51,14 @@ class FastProtocol(HttpBounds, HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Reads on; a head has a bound."""
-        self._came, self._came_with_others = len(data), 0
-        super().data_received(data)
+        while data:
+            self._came, self._came_with_others = len(data), 0
+            self._read_to = -1
+            super().data_received(data)
+            data = self._plain(data[self._read_to :]) if self._read_to >= 0 else b""
         if not self._is_in_head:
             return
-        self._head_bytes += len(data)
+        self._head_bytes += self._came
         if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
             large = f"the head of a request has {HEAD_BYTES:,} bytes at most"
             error = HttpRequestError(large)
@@ -60,6 +67,8 @@ class FastProtocol(HttpBounds, HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Waits for the body of what may be answered directly."""
         self._is_in_head = False
+        if self._wishes_for_another():
+            return
         if self._may_be_direct():
             self._body = bytearray()
         else:
@@ -74,6 +83,8 @@ class FastProtocol(HttpBounds, HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Answers, or lets the application do so."""
+        if self._wishes_for_another():
+            return
         self._came_with_others = self._came
         if self._body is not None:
             if self._is_answered(bytes(self._body)):
@@ -81,6 +92,26 @@ class FastProtocol(HttpBounds, HttpToolsProtocol):
                 return
             self._hand_over()
         super().on_message_complete()
+
+    def _wishes_for_another(self) -> bool:
+        """Whether a request would change the protocol, as that of HTTP/2 in plain."""
+        parser = self.parser
+        return parser.should_upgrade() and parser.get_method() != b"CONNECT"
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Notes where the head ended: httptools read no further, and lost the body."""
+        error = sys.exception()
+        if self._wishes_for_another() and error is not None:
+            self._read_to = error.args[0]
+
+    def _plain(self, rest: bytes) -> bytes:
+        """Returns a request as it is without the wish, which a server may ignore."""
+        parser = self.parser
+        version = parser.get_http_version().encode()
+        lines = [b" ".join([parser.get_method(), self.url, b"HTTP/" + version])]
+        lines += [b": ".join(one) for one in self.headers if one[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        return b"\r\n".join([*lines, b"", rest])
 
     def shutdown(self) -> None:
         """Ends when what has begun is answered: by the application, that it ends."""

@@ -118,6 +118,20 @@ def test_a_body_may_come_in_pieces(server: jg.ModelServer) -> None:
     assert [status for status, *_ in answered(server, *pieces)] == [200]
 
 
+def test_a_wish_for_another_protocol_is_ignored_and_the_body_is_read(
+    server: jg.ModelServer,
+) -> None:
+    """``curl --http2``, and the client of Java, send it with each first request."""
+    wish = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c"}
+    wish["HTTP2_Settings"] = "AAMAAABkAARAAAAA"
+    body = body_of()
+    whole = request_of(server, body, **wish)
+    last = request_of(server, body, Connection="close")
+    found = answered(server, whole + whole, whole[:-9], whole[-9:] + last)
+    assert [status for status, *_ in found] == [200] * 4
+    assert json.loads(found[2][2])["outputs"][0]["data"] == [3.5]
+
+
 def test_a_body_that_does_not_come_is_waited_for_as_a_head_is(
     server: jg.ModelServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
