@@ -102,29 +102,27 @@ class InferenceService:
         open_to_all = {"ServerLive", "ServerReady", "ModelReady"}
         methods: dict[str, Any] = {
             name: grpc.unary_unary_rpc_method_handler(
-                self._refusing(method, needs_token=name not in open_to_all),
-                request_deserializer=request.FromString,
+                self._refusing(method, request, needs_token=name not in open_to_all),
                 response_serializer=serialize,
             )
             for name, (method, request) in unary.items()
         }
         methods["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self._infer)
         methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
-            self._stream,
-            request_deserializer=pb.ModelInferRequest.FromString,
+            self._stream
         )
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     def _refusing(
-        self, method: Callable[..., Awaitable[Any]], *, needs_token: bool
-    ) -> Callable[[Any, Context], Awaitable[Any]]:
+        self, method: Callable[..., Awaitable[Any]], kind: Any, *, needs_token: bool
+    ) -> Callable[[bytes, Context], Awaitable[Any]]:
         """Returns a method that shows its token first, and whose errors have codes."""
 
-        async def call(request: Any, context: Context) -> Any:
+        async def call(data: bytes, context: Context) -> Any:
             try:
                 if needs_token:
                     self._check_token(context)
-                return await method(request, context)
+                return await method(_parsed(kind, data), context)
             except Exception as error:  # noqa: BLE001  # all have an answer
                 refusal = Refusal(error)
             return await _refuse(context, refusal)
@@ -165,7 +163,7 @@ class InferenceService:
             self._check_token(context)
             models, form = self._models, self._forms.of(data)
             if form is None:
-                request = _parsed(data)
+                request = _parsed(pb.ModelInferRequest, data)
                 answer = await self._answered(request, context.time_remaining())
                 self._forms.learn(data, request)
                 return answer
@@ -211,7 +209,7 @@ class InferenceService:
         return await loop.run_in_executor(self._aside, function, *args)
 
     async def _stream(
-        self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
+        self, requests: AsyncIterator[bytes], context: Context
     ) -> AsyncIterator[bytes]:
         """Answers in the order that answers come; who asks tells them by ``id``."""
         try:
@@ -222,22 +220,25 @@ class InferenceService:
         answers: asyncio.Queue[bytes | None] = asyncio.Queue()
         room = asyncio.Semaphore(MAX_STREAMED)
 
-        async def answer(request: pb.ModelInferRequest) -> None:
+        async def answer(data: bytes) -> None:
+            number = ""
             try:
+                request = _parsed(pb.ModelInferRequest, data)
+                number = request.id
                 found = await self._answered(request, context.time_remaining())
                 response = _within(_STREAMED, found)
             except Exception as error:  # noqa: BLE001  # all have an answer
                 refused = pb.ModelStreamInferResponse(error_message=Refusal(error).text)
-                refused.infer_response.id = request.id
+                refused.infer_response.id = number
                 response = refused.SerializeToString()
             answers.put_nowait(response)
             room.release()
 
         async def take() -> None:
             async with asyncio.TaskGroup() as group:
-                async for request in requests:
+                async for data in requests:
                     await room.acquire()
-                    group.create_task(answer(request))
+                    group.create_task(answer(data))
             answers.put_nowait(None)
 
         taking = asyncio.create_task(take())
@@ -295,13 +296,13 @@ async def _refuse(context: Context, refusal: Refusal) -> None:
     await context.abort(refusal.grpc_code, refusal.text, trailing)
 
 
-def _parsed(data: bytes) -> pb.ModelInferRequest:
+def _parsed(kind: Any, data: bytes) -> Any:
     try:
-        return pb.ModelInferRequest.FromString(data)
+        return kind.FromString(data)
     except DecodeError as error:
         raise ModelInputError(
-            f"the {len(data):,} bytes are no ModelInferRequest of the Open Inference "
-            "Protocol; send one"
+            f"the {len(data):,} bytes are no {kind.DESCRIPTOR.name} of the Open "
+            "Inference Protocol; send one"
         ) from error
 
 

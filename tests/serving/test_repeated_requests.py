@@ -46,9 +46,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     parsed = oip_grpc._parsed
 
-    def noted(data: bytes) -> pb.ModelInferRequest:
+    def noted(kind: Any, data: bytes) -> Any:
         sizes.append(len(data))
-        return parsed(data)
+        return parsed(kind, data)
 
     monkeypatch.setattr(oip_grpc, "_parsed", noted)
     return sizes

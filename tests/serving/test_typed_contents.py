@@ -102,6 +102,25 @@ def test_a_stream_gives_the_same_answers(
     assert not asked
 
 
+def test_bytes_that_are_no_message_are_refused_and_a_stream_goes_on(
+    channel: grpc.Channel, server: jg.ModelServer
+) -> None:
+    metadata = (("authorization", f"Bearer {server.token.value}"),)
+    ask = channel.unary_unary(f"{SERVICE}/ModelMetadata", None, None)
+    with pytest.raises(grpc.RpcError, match="JG-603 the 2 bytes are no ModelMetadataR"):
+        ask(b"\xff\xff", metadata=metadata, timeout=20)
+    asks = channel.stream_stream(
+        f"{SERVICE}/ModelStreamInfer",
+        None,
+        pb.ModelStreamInferResponse.FromString,
+    )
+    asked = iter([b"\xff\xff", halves(1).SerializeToString()])
+    told = list(asks(asked, metadata=metadata, timeout=20))
+    (error,) = [one.error_message for one in told if one.error_message]
+    assert error.startswith("JG-603 the 2 bytes are no ModelInferRequest")
+    assert any(is_half(one.infer_response, 1) for one in told if not one.error_message)
+
+
 def test_one_of_many_numbers_that_does_not_fit_is_refused(
     ask: Ask, server: jg.ModelServer
 ) -> None:
