@@ -392,6 +392,10 @@ def an_object(
     return found if spec is None else {**found, "spec": spec}
 
 
+_ELSEWHERE: Final = re.compile(r"[yYnN]|[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+|0o[0-7_]+")
+"""Text that is a truth value or a number for kubectl, and for PyYAML is none."""
+
+
 def as_yaml(manifests: Sequence[Manifest]) -> str:
     """Returns YAML documents, one for each object; text of several lines as such."""
     import yaml
@@ -403,7 +407,7 @@ def as_yaml(manifests: Sequence[Manifest]) -> str:
             return True
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-        style = "|" if "\n" in value else None
+        style = "|" if "\n" in value else "'" if _ELSEWHERE.fullmatch(value) else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Dumper.add_representer(str, text)

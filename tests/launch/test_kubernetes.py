@@ -97,6 +97,11 @@ def test_yaml_says_what_the_objects_say(manifests: list[Manifest]) -> None:
     assert list(yaml.safe_load_all(as_yaml(manifests))) == manifests
 
 
+@pytest.mark.parametrize("name", ["y", "N", "1e3", "0o17"])
+def test_a_name_that_kubectl_would_take_for_something_else_is_quoted(name: str) -> None:
+    assert as_yaml([{"kind": name}]) == f"kind: '{name}'\n"
+
+
 @pytest.mark.parametrize(
     ("form", "hosts"),
     [
