@@ -27,6 +27,9 @@ from jgraph.errors import JGError, TaskLostError
 WAIT_S: Final = 300.0
 """So long a run waits for a worker when it has none, or for a ps, unless it is told."""
 
+_TELLS_WITHIN_S: Final = 5.0
+"""A loop that ended in order is missing if the one that decides goes on for longer."""
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -385,6 +388,7 @@ class Supervisor:
         self._end = ""
         self._over = self._leaves = False
         self._alone_since: float | None = None
+        self._idle_since: dict[int, float] = {}  # the last time
         self._lost: JGError = TaskLostError("no worker ever began")
 
     @property
@@ -434,7 +438,11 @@ class Supervisor:
                 self._leaves = True
                 return []
             case LoopLost() | LoopEnded() | RoundEnded():
+                if isinstance(event, LoopEnded):
+                    self._idle_since[event.replica] = now
                 said = self._loop_over(event)
+            case WorkerAnswered(replica) if self._may_tell_yet(replica, now):
+                said = []
             case WorkerAnswered() | WorkerReady() | WorkerNotReady():
                 said = self._worker(event)
             case Knocked() | MemberLeft():
@@ -446,6 +454,14 @@ class Supervisor:
             case _:
                 said = self._note(event)
         return said or list(self._go_on(now))
+
+    def _may_tell_yet(self, replica: int, now: float) -> bool:
+        """Whether the loop that decides may be about to tell why another one ended.
+
+        All end one after the other where a round does, and nobody is missing then.
+        """
+        is_idle = self._standing.get(replica) == "idle"
+        return is_idle and now - self._idle_since.get(replica, now) < _TELLS_WITHIN_S
 
     def _loop_over(self, event: Event) -> list[Instruction]:
         match event:
