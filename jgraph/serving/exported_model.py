@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jgraph._compat import wide_types
-from jgraph.errors import ArtifactError, ModelNotFoundError
+from jgraph.errors import ArtifactError, ModelInputError, ModelNotFoundError
 from jgraph.plan.program.program import SegmentCode
 from jgraph.runtime.compiled.compile_cache import CompileCache, Executable
 from jgraph.serving.artifact import (
@@ -29,6 +29,7 @@ from jgraph.serving.signature import (
     Signature,
     array_of_numbers,
     listed,
+    short,
 )
 from jgraph.view import markup
 
@@ -57,6 +58,25 @@ class LoadedFunction:
     def __call__(self, inputs: Sequence[Array]) -> list[Array]:
         """Returns the outputs; code for another number of rows is compiled first."""
         return [np.asarray(value) for value in self._run(*self._arrays, *inputs)]
+
+    def checked_outputs(self, inputs: Sequence[Array]) -> list[Array]:
+        """Returns the outputs, if they are what the signature says.
+
+        Raises:
+          ArtifactError: they are not; names the first.
+        """
+        outputs, specs = self(inputs), self.signature.outputs
+        types = [(str(value.dtype), value.shape) for value in outputs]
+        try:
+            for spec, (dtype, shape) in zip(specs, types, strict=True):
+                spec.check(dtype, shape)
+        except (ModelInputError, ValueError) as error:
+            given = "; ".join(f"{dtype}{short(shape)}" for dtype, shape in types)
+            raise ArtifactError(
+                f"the code of the model gives {given}, and its manifest says "
+                f"{listed(specs)}; export it again"
+            ) from error
+        return outputs
 
 
 @final
@@ -210,13 +230,14 @@ class ExportedModel:
         Raises:
           ModelInputError: inputs of other names, dtypes or shapes.
           ModelNotFoundError: no such signature.
+          ArtifactError: its code and its manifest do not go together.
         """
         function = self._loaded.function(signature)
         one = function.signature
         inputs, rows = one.ordered(named(one, x))
         outputs = [spec.empty() for spec in one.outputs]
         if rows:
-            outputs = function(inputs)
+            outputs = function.checked_outputs(inputs)
         return {s.name: v for s, v in zip(one.outputs, outputs, strict=True)}
 
     def example(self, signature: str = "") -> dict[str, Array]:

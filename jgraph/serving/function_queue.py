@@ -139,7 +139,7 @@ class FunctionQueue:
 
     def _try(self, inputs: Sequence[Array]) -> None:
         if isinstance(self._function, LoadedFunction):
-            self._function(inputs)
+            self._function.checked_outputs(inputs)
         else:
             self._function.prepare(inputs)
 

@@ -223,6 +223,7 @@ def test_a_body_that_does_not_come_in_time_is_told_with_a_code(
         b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}x",
         b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         b"Content-Length: -2\r\n\r\n{}",
+        b"Content-Length: 2\n\n{}",
     ],
 )
 def test_a_request_of_two_lengths_is_refused_and_the_connection_ended(

@@ -21,7 +21,10 @@ import pytest
 import jgraph as jg
 from jgraph.clock import SystemClock
 from jgraph.cluster import event_loop
-from jgraph.errors import ConfigError, ModelNotReadyError
+from jgraph.errors import ArtifactError, ConfigError, ModelNotReadyError
+from jgraph.runtime.files.manifest import checksum
+from jgraph.serving.artifact import FILE
+from jgraph.serving.signature import DEFAULT
 from tests.support.exported import half_plus_three
 from tests.support.free_port import free_port
 from tests.support.http_calls import call
@@ -74,15 +77,16 @@ def load_on(server: jg.ModelServer) -> Iterator[Load]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("versions", [7, pytest.param(21, marks=pytest.mark.nightly)])
 def test_versions_that_come_under_load_fail_no_request_and_compile_nothing(
-    tmp_path: Path,
+    versions: int, tmp_path: Path
 ) -> None:
     constant(tmp_path, 1)
     with jg.serve(tmp_path, http_port=None, watch_s=3600) as server:
         compiled = server.compilations
         assert compiled > 0
         with load_on(server) as load:
-            for version in range(2, 8):
+            for version in range(2, versions + 1):
                 constant(tmp_path, version)
                 server.refresh()
                 found = server.predict("m", X)["y"][0, 0]
@@ -91,7 +95,7 @@ def test_versions_that_come_under_load_fail_no_request_and_compile_nothing(
         assert next(load.count) > 20
         assert server.compilations == compiled
         states = [row["state"] for row in server.status()]
-        assert states == ["UNLOADED"] * 6 + ["READY"]
+        assert states == ["UNLOADED"] * (versions - 1) + ["READY"]
 
 
 def test_a_version_that_is_damaged_or_half_there_changes_nothing(
@@ -113,6 +117,23 @@ def test_a_version_that_is_damaged_or_half_there_changes_nothing(
         shutil.rmtree(tmp_path / "m" / "3")
         server.refresh()
         assert server.predict("m", X)["y"][0, 0] == 1  # from memory
+
+
+def test_a_version_whose_manifest_tells_of_other_outputs_is_not_served(
+    tmp_path: Path,
+) -> None:
+    path = constant(tmp_path, 1).path
+    body = json.loads((path / FILE).read_text())
+    del body["crc32"]
+    outputs = body["signatures"][DEFAULT]["outputs"]
+    outputs.append({**outputs[0], "name": "z"})
+    (path / FILE).write_text(json.dumps({**body, "crc32": checksum(body)}))
+    with pytest.raises(ArtifactError, match=r"gives float32\[1,4\], and its manifest"):
+        jg.ExportedModel(path).predict(X)
+    with jg.serve(tmp_path, http_port=None, watch_s=3600) as server:
+        (row,) = server.status()
+    assert row["state"] == "FAILED"
+    assert "export it again" in row["reason"]
 
 
 def test_a_version_that_is_replaced_is_not_loaded_under_its_number(
