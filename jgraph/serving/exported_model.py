@@ -71,9 +71,9 @@ class LoadedFunction:
             for spec, (dtype, shape) in zip(specs, types, strict=True):
                 spec.check(dtype, shape)
         except (ModelInputError, ValueError) as error:
-            given = "; ".join(f"{dtype}{short(shape)}" for dtype, shape in types)
+            outcome = "; ".join(f"{dtype}{short(shape)}" for dtype, shape in types)
             raise ArtifactError(
-                f"the code of the model gives {given}, and its manifest says "
+                f"the code of the model gives {outcome}, and its manifest says "
                 f"{listed(specs)}; export it again"
             ) from error
         return outputs
