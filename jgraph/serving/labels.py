@@ -150,6 +150,8 @@ def _write_label(model: Path, label: str, version: int | None) -> Labels:
                 f"{', '.join(map(str, there)) or 'none'}"
             )
         targets[label] = version
+    if targets == now.targets:
+        return now
     more = {_SPLIT: now.split, _MIRROR: now.mirror}
     content = json.dumps(
         {**targets, **{name: one for name, one in more.items() if one}}

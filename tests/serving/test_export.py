@@ -403,6 +403,8 @@ def test_a_label_names_a_version_that_is_there(tmp_path: Path) -> None:
         set_label(model, "canary", 2)
     assert set_label(model, "canary", 1).targets == {"canary": 1}
     assert set_label(model, "canary", None).targets == {}
+    assert set_label(tmp_path, "canary", None).targets == {}
+    assert not (tmp_path / "labels.json").exists()  # no directory of a model
     with pytest.raises(ArtifactError, match="'split' is no label"):
         set_label(model, "split", 1)
 
