@@ -4,8 +4,6 @@ Those of servers, ports, tokens and certificates are in ``cli/test_cli_cluster.p
 ``server/test_security.py`` and ``server/test_tls.py``.
 """
 
-import subprocess
-import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,27 +146,6 @@ def no_ps_for_a_strategy(cluster: Any, tmp_path: Path) -> None:
     )
 
 
-OLDER = """
-import sys, jax
-jax.__version__ = "0.9.2"
-import jgraph as jg
-with jg.Server({"worker": ["localhost:0"]}) as server:
-    print(server.target, flush=True)
-    sys.stdin.read()
-"""
-
-
-def a_server_with_an_older_jax(cluster: Any, tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", OLDER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as server:
-        assert server.stdout is not None
-        jg.connect(server.stdout.readline().strip(), timeout_s=30)
-
-
 def a_server_with_an_older_jgraph(cluster: Any, tmp_path: Path) -> None:
     with jg.Server({"worker": ["localhost:0"]}) as server:
         assert server._server is not None
@@ -215,12 +192,6 @@ def a_feed_of_five_gigabytes(cluster: Any, tmp_path: Path) -> None:
         (a_target_that_is_a_number, "JG-124", ["targets has 3", "targets=['w']"]),
         (targets_that_are_no_list, "JG-124", ["targets has 3", "targets=['w']"]),
         (no_ps_for_a_strategy, "JG-124", ["'ps'", "jg.LocalCluster(ps=1"]),
-        pytest.param(
-            a_server_with_an_older_jax,
-            "JG-141",
-            ["/job:worker/task:0 runs jax 0.9.2", "pip install 'jax=="],
-            marks=[pytest.mark.slow, pytest.mark.procs],
-        ),
         (
             a_feed_of_five_gigabytes,
             "JG-402",
