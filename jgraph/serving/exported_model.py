@@ -63,7 +63,7 @@ class LoadedFunction:
         """Returns the outputs, if they are what the signature says.
 
         Raises:
-          ArtifactError: they are not; names the first.
+          ArtifactError: they are not; names both.
         """
         outputs, specs = self(inputs), self.signature.outputs
         types = [(str(value.dtype), value.shape) for value in outputs]
