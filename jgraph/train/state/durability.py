@@ -80,7 +80,6 @@ class Copies:
         self._ps: list[TaskName] = []
         self._in_logs = in_logs
         self._programs: list[Program] = []
-        self._is_open = False
         self._updates: int | None = None
         self._handles: list[str] = []
         self._times = 0
@@ -92,14 +91,12 @@ class Copies:
         return [f"{name}.ps{n}" for n in range(len(self._ps))]
 
     def open(self, programs: Sequence[Program], *, updates: int | None = None) -> None:
-        """Copies what is there, unless that is done, and what changes from now on.
+        """Copies what is there, and what changes from now on.
 
         Args:
           programs: what will change it, see ``admit``.
           updates: which of them makes synchronous updates; None: none does.
         """
-        if self._is_open:
-            return
         self._updates = updates
         self.end()
         # An owner may have lost its part to another one since.
@@ -111,7 +108,6 @@ class Copies:
             if src != dst:
                 self._take(src, dst)
             self._keep(src, {})
-        self._is_open = True
 
     def admit(self, program: int, handles: Sequence[str]) -> None:
         """Keeps what the steps of a program change.
@@ -125,7 +121,6 @@ class Copies:
         for src in self._ps:
             if is_recorded(self._programs[program], src, updates=updates):
                 self._keep(src, dict.fromkeys(handles, program), updates=updates)
-        self._is_open = False  # from the first step on they are of this run
 
     def about(self, handles: Sequence[str]) -> pb.RunCopies:
         """Returns what the master of a detached run is told of the copies.
@@ -146,7 +141,6 @@ class Copies:
 
     def end(self) -> None:
         """Drops the copies."""
-        self._is_open = False
         with suppress(ClusterError):  # of a task that is gone nothing is left
             for handle in self._handles:
                 self._session.unregister(handle)

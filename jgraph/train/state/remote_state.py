@@ -60,6 +60,8 @@ class RemoteState:
         # A run is looked at from other threads than the one that trains.
         self.lock = threading.RLock()
         self.is_training = False
+        self.has_copies = False
+        """There are copies or logs, of a run that goes on or is about to begin."""
         self.position: Position = None
         """Where in the data the run was when that was told last."""
         self.done = [0] * len(cluster.tasks("worker"))
@@ -222,14 +224,14 @@ class RemoteState:
     def write(self, values: Mapping[str, Any]) -> None:
         """See ``RunState.write``; a step of its own, as of any session."""
         self._check_open()
-        if self.is_training and self.copies is not None:
-            raise ConfigError(
-                "copies and logs (durability=) have what the steps of a run change, "
-                f"and would not have {', '.join(values)}; set it before the run, or "
-                "give the optimizer a schedule"
-            )
         variables = {v.name: v for v in self.step.variables}
         with self.lock:
+            if self.has_copies:
+                raise ConfigError(
+                    "copies and logs (durability=) have what the steps of a run "
+                    f"change, and would not have {', '.join(values)}; set it before "
+                    "the run, or give the optimizer a schedule"
+                )
             self.initialize()
             self.session.write({variables[n]: value for n, value in values.items()})
             self.is_initial = False
@@ -237,6 +239,7 @@ class RemoteState:
     def adopt(self, position: Position) -> None:
         """Takes the variables as they are: another client has made them."""
         with self.lock:
+            self.has_copies = self.copies is not None
             self._go_on(position)
 
     def _go_on(self, position: Position, steps: int | None = None) -> None:

@@ -217,6 +217,7 @@ class RemoteRuns:
         # First: what counts contributions is copied with all that a ps holds.
         self._state.clear_residuals(prepared.graph)
         if self._state.copies is not None:
+            self._state.has_copies = True
             programs = [prepared.plan.program, *prepared.on_ps]
             updates = len(prepared.on_ps) or None
             self._state.copies.open(programs, updates=updates)
@@ -265,6 +266,7 @@ class RemoteRuns:
             raise
         finally:
             self.workers.end_feeding()
+            self._state.has_copies = False
 
     def _scaled(
         self, run: RunFollower, names: Sequence[str], scaling: AutoScaling | None
@@ -366,6 +368,7 @@ class RemoteRuns:
             yield from self._follow(run, info.metrics)
         finally:
             run.close()
+            self._state.has_copies = False
 
     def _follow(self, run: RunFollower, names: Sequence[str]) -> Iterator[Chunk]:
         state, together = self._state, run.info.synchronous

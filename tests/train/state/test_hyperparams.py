@@ -10,7 +10,9 @@ import pytest
 from flax import nnx
 
 import jgraph as jg
+from jgraph.client.runs.submission import submit_run
 from jgraph.errors import ConfigError
+from jgraph.train.strategies import remote_runs
 from tests.support.servers import connected
 from tests.support.straight_line import X, Y
 
@@ -96,6 +98,28 @@ def test_a_run_with_copies_takes_hyperparameters_before_it_begins() -> None:
         run = given.fit((X, Y), steps=4, callbacks=change, **options)
         assert refused
         assert run.hyperparams() == {"learning_rate": 0.5}
+        given.close()
+
+
+def test_a_run_with_copies_takes_no_hyperparameters_while_it_is_submitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused: list[str] = []
+
+    def submit(*args: Any) -> Any:
+        with pytest.raises(ConfigError, match="copies") as caught:
+            given.set_hyperparams(learning_rate=0.0)
+        refused.append(caught.value.message)
+        return submit_run(*args)
+
+    monkeypatch.setattr(remote_runs, "submit_run", submit)
+    with connected(ps=2, worker=1) as cluster:
+        strategy = jg.AsyncPS(durability="replica")
+        given = trainer(cluster=cluster, strategy=strategy)
+        given.fit((X, Y), steps=2, batch_size=8, progress=False)
+        assert refused
+        given.set_hyperparams(learning_rate=0.25)
+        assert given.hyperparams() == {"learning_rate": 0.25}
         given.close()
 
 
