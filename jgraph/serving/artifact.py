@@ -112,6 +112,7 @@ class ModelManifest:
           ValueError, KeyError, TypeError: it is something else.
         """
         body = checked_body(text, FORMAT)
+        _check_text(body)
         body["arrays"] = {n: _leaf(n, leaf) for n, leaf in body["arrays"].items()}
         body["signatures"] = {
             name: _signature(one, body["arrays"])
@@ -125,6 +126,15 @@ class ModelManifest:
         if not isinstance(body.get("source", {}), dict):
             raise ValueError("its source is no object")  # noqa: TRY004  # of a file
         return cls(**body)
+
+
+def _check_text(body: Mapping[str, Any]) -> None:
+    """Refuses half characters, which JSON can say and nobody can be sent."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        text = str(error.object)[max(0, error.start - 20) : error.end]
+        raise ValueError(f"{text!a} ends in half a character") from error
 
 
 def _leaf(name: str, entry: Mapping[str, Any]) -> Leaf:
@@ -178,10 +188,18 @@ def write_version(
       version: its number; one more than the newest if unset.
 
     Raises:
-      ArtifactError: the number is taken, or the files cannot be written.
+      ArtifactError: the number is taken, the files cannot be written, or a name has
+        half a character.
     """
     check_model_name(model.name)
     check_version(version)
+    try:
+        _check_text(asdict(manifest))
+    except ValueError as error:
+        raise ArtifactError(
+            f"{model} cannot have what it would be told by: {error}; give other names "
+            "of signatures, inputs and outputs"
+        ) from error
     try:
         with draft_in(model) as draft:
             leaves = _write_arrays(draft / "arrays", arrays)

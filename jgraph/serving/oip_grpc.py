@@ -45,6 +45,10 @@ FORM_BYTES: Final = 64 << 10
 FORMS: Final = 64
 """Numbers of bytes of which forms are remembered."""
 FORMS_OF_A_SIZE: Final = 4
+FINAL: Final = pb.ModelInferResponse(
+    parameters={"triton_final_response": pb.InferParameter(bool_param=True)}
+).SerializeToString()
+"""What Triton puts to the last response of each request of a stream."""
 T = TypeVar("T")
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _CONTENTS: Final = {
@@ -211,7 +215,11 @@ class InferenceService:
     async def _stream(
         self, requests: AsyncIterator[bytes], context: Context
     ) -> AsyncIterator[bytes]:
-        """Answers in the order that answers come; who asks tells them by ``id``."""
+        """Answers in the order that answers come; who asks tells them by ``id``.
+
+        Each request has one response, which says that it is the last, as Triton's do
+        of a model that is not decoupled: an empty one never follows, wished for or not.
+        """
         try:
             self._check_token(context)
         except Exception as error:  # noqa: BLE001  # all have an answer
@@ -226,9 +234,10 @@ class InferenceService:
                 request = _parsed(pb.ModelInferRequest, data)
                 number = request.id
                 found = await self._answered(request, context.time_remaining())
-                response = _within(_STREAMED, found)
+                response = _within(_STREAMED, found + FINAL)
             except Exception as error:  # noqa: BLE001  # all have an answer
                 refused = pb.ModelStreamInferResponse(error_message=Refusal(error).text)
+                refused.infer_response.MergeFromString(FINAL)
                 refused.infer_response.id = number
                 response = refused.SerializeToString()
             answers.put_nowait(response)

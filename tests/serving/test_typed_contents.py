@@ -92,6 +92,7 @@ def test_a_stream_gives_the_same_answers(
     unknown = pb.ModelInferRequest(model_name="none", id="unknown")
     requests = iter([*map(halves, sorted(asked)), unknown])
     for one in method(requests, metadata=metadata, timeout=20):
+        assert one.infer_response.parameters["triton_final_response"].bool_param
         if one.error_message:
             assert one.infer_response.id == "unknown"
             assert "JG-601" in one.error_message

@@ -135,6 +135,7 @@ LABELS: Final[Mapping[str, bytes]] = {
 def manifests(good: Mapping[str, Any]) -> dict[str, Any]:
     """Bodies of ``jgraph_model.json`` that are none, made of a good one."""
     array = next(iter(good["arrays"].values()))
+    signature = next(iter(good["signatures"].values()))
 
     def renamed(name: str) -> dict[str, Any]:
         return {**good, "arrays": {name: array}}
@@ -146,6 +147,7 @@ def manifests(good: Mapping[str, Any]) -> dict[str, Any]:
         "another format": {**good, "format": 2},
         "another kind": {**good, "kind": "pickle"},
         "no signatures": {**good, "signatures": {}},
+        "half a character": {**good, "signatures": {"\ud800": signature}},
         "a source that is none": {**good, "source": None},
         "a parent": renamed("../x"),
         "an absolute name": renamed("/etc/passwd"),

@@ -1,7 +1,8 @@
 """Fields of a batch: arrays of the types that JAX computes with; equal parts."""
 
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,11 @@ import numpy as np
 from jgraph.errors import DataError, FeedError
 from jgraph.runtime.data.batches import Array
 from jgraph.train.model.trees import Tree
+from jgraph.view.units import count_text
+
+_WHOLE: Final = re.compile(r"u?int|bool")
+_LISTS: Final = re.compile(r"(large_|fixed_size_)?list")
+"""Types of columns with nulls, in lower case: of pandas, Arrow and polars."""
 
 
 def as_array(
@@ -25,13 +31,16 @@ def as_array(
 
     Raises:
       DataError: no array, of an object or string dtype, with integers too large for
-        JAX's type or for that of the fractions beside them in a table, or with NaN
-        where it is forbidden.
+        JAX's type or for that of the fractions beside them in a table, with nulls
+        among integers, or with NaN where it is forbidden.
     """
     value = as_table(value, field)
+    _check_nulls(value, field)
     array = _array_of(value, field)
     if array.dtype.kind == "O":
         array = _of_rows(array, field)
+        if array.ndim and (count := sum(one is None for one in array.flat)):
+            raise _has_nulls(field, count)
     if array.ndim == 0 and (not single or array.dtype.kind == "O"):
         raise DataError(_not_an_array(value, field, array), field=field)
     if not _is_numeric(array.dtype):
@@ -99,6 +108,45 @@ def check_keys(value: Any, name: str) -> None:
     elif isinstance(value, tuple):
         for number, each in enumerate(value):
             check_keys(each, f"{name}[{number}]")
+
+
+def _check_nulls(value: Any, field: str) -> None:
+    """Refuses nulls that would turn whole numbers into fractions, as NaN does.
+
+    Among fractions NaN stands for them, as in pandas, Arrow and ``to_numpy``.
+    """
+    if hasattr(value, "columns"):
+        names = getattr(value, "column_names", value.columns)
+        columns = [(f"column {name!r} of {field}", value[name]) for name in names]
+    else:
+        columns = [(field, value)]
+    for what, column in columns:
+        if count := _nulls(column):
+            raise _has_nulls(what, count)
+
+
+def _nulls(column: Any) -> int:
+    """Returns how many nulls a column has that NaN cannot stand for."""
+    kind = str(getattr(column, "type", None) or getattr(column, "dtype", "")).lower()
+    is_whole, is_lists = _WHOLE.match(kind), _LISTS.match(kind)
+    counted = getattr(column, "null_count", None)
+    if counted is None and hasattr(column, "isna"):  # of pandas
+        counted = column.isna().sum
+    if counted is None or not (is_whole or is_lists):
+        return 0
+    count = int(counted() if callable(counted) else counted)
+    if count or is_whole or not hasattr(column, "type"):
+        return count
+    return sum(_nulls(one.flatten()) for one in getattr(column, "chunks", [column]))
+
+
+def _has_nulls(what: str, count: int) -> DataError:
+    return DataError(
+        f"{what} has {count_text(count, 'null')}, and only fractions have NaN for "
+        "them; say what they are, as in fillna(0) of pandas or fill_null(0) of Arrow, "
+        "leave these rows out, or make it float if NaN is meant",
+        field=what,
+    )
 
 
 def _check_table(table: Any, array: Array, field: str) -> None:

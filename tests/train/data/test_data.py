@@ -64,6 +64,14 @@ def test_columns_of_arrow_and_of_arrays_are_arrays(
     assert (array.shape, array.dtype) == (shape, np.float32)
 
 
+@pytest.mark.parametrize(
+    "column", [pa.array([1.5, None]), pd.array([1.5, None], "Float64")]
+)
+def test_a_null_among_fractions_is_nan(column: Any) -> None:
+    (array,) = as_dataset((column,), finite=False).fields.values()
+    np.testing.assert_array_equal(array, np.array([1.5, np.nan], np.float32))
+
+
 def test_record_batches_in_a_list_are_the_rows_of_a_table() -> None:
     table = pa.table({"a": [1.5, 2.5, 3.5], "b": [1, 2, 3]})
     batches = table.to_batches(max_chunksize=1)
@@ -95,7 +103,12 @@ def test_record_batches_in_a_list_are_the_rows_of_a_table() -> None:
             "data is a list of record batches that make no table together: Schema at",
         ),
         ((pd.Series([X[0], X[0, :1]]),), r"the shapes \(1,\) and \(\d,\); pad them to"),
-        ({"x": np.array([None, 1])}, r"data\['x'\] has dtype object"),
+        ({"x": np.array([None, 1])}, r"data\['x'\] has 1 null, and only fractions"),
+        ({"x": pa.array([1, None])}, r"data\['x'\] has 1 null, and only fractions"),
+        ({"x": pa.array([[1], [None]])}, r"data\['x'\] has 1 null, and only"),
+        ({"x": pd.array([1, None], "Int64")}, r"data\['x'\] has 1 null, and only"),
+        (pa.table({"a": [None, True]}), "column 'a' of data has 1 null, and only"),
+        (pd.DataFrame({"a": pd.array([None, 1], "Int8")}), "column 'a' of data has 1"),
         (([[1, 2], [3]],), r"data\[0\] is not an array"),
         (
             (np.zeros(6, np.longdouble),),
