@@ -14,6 +14,12 @@ import typer
 from jgraph.cli.options import Json, Timeout, say
 
 
+def _directory(typed: str) -> Path:
+    if not typed:  # which a path takes for the working directory
+        raise typer.BadParameter("it is empty; name a directory, or . for this one")
+    return Path(typed)
+
+
 def export(
     checkpoint: Annotated[
         Path, typer.Argument(help="A checkpoint, or a directory of steps.")
@@ -29,7 +35,14 @@ def export(
         str, typer.Option(help="Name of a batch in the same file, for names and types.")
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Directory of the model: models/ctr.")
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            parser=_directory,
+            metavar="PATH",
+            help="Directory of the model: models/ctr.",
+        ),
     ],
     fn: Annotated[
         str, typer.Option(help="Name of a function in the file: fn(model, x).")

@@ -182,6 +182,8 @@ def _as_array(graph: Graph, feed: Feed, value: Any) -> Array:
         array = np.asarray(value)
     except (TypeError, ValueError):  # lists of several lengths, traced values
         array = np.asarray(None)
+    if not array.dtype.isnative:  # numbers of a file or the network: the same in ours
+        array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype.kind != "b" and not jnp.issubdtype(array.dtype, np.number):
         raise FeedError(
             f"argument {feed.name} of '{graph.name}' is {value!r:.60}, which is no "

@@ -205,6 +205,12 @@ def _ends_with_line(path: Path) -> bool:
 
 
 def _check_head(line: bytes, path: Path) -> None:
+    if not line:
+        raise JournalError(
+            f"{path} is empty and so is not a journal; remove it if it is to become "
+            "one, or name a file that `jgraph dashboard --journal` wrote",
+            path=str(path),
+        )
     if _decoded(line) != HEAD:
         raise JournalError(
             f"{path} is not a journal of this version of jgraph: it begins with "

@@ -1,6 +1,7 @@
 """Tasks on hosts of a file: who gets which, and what starts one there. Pure."""
 
 import io
+import re
 import shlex
 import tarfile
 from collections import Counter
@@ -145,7 +146,15 @@ def remote_command(task: RemoteTask, nbytes: int, run: str, jgraph: str) -> str:
       jgraph: the command there, with its arguments.
     """
     job, _, index = task.task.removeprefix("/job:").partition("/task:")
-    words = " ".join(map(shlex.quote, shlex.split(jgraph)))
+    command, *arguments = shlex.split(jgraph)
+    home, slash, path = command.partition("/")
+    if slash and re.fullmatch(
+        r"~[\w.-]*", home
+    ):  # of the host, so its shell must see it
+        command = f"{home}/{shlex.quote(path)}"
+    else:
+        command = shlex.quote(command)
+    words = " ".join([command, *map(shlex.quote, arguments)])
     which = f'--task {index} --cluster "$dir/cluster.toml"'
     if task.joins:
         here = shlex.quote(task.host.address)

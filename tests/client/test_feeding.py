@@ -102,6 +102,13 @@ def test_64_bit_arrays_are_fed_where_they_fit() -> None:
         _fed(np.uint32, np.array([0, 2**32], np.uint64), (2,))
 
 
+def test_arrays_of_the_other_byte_order_are_fed_as_the_same_numbers() -> None:
+    for dtype in ("int32", "float32", "complex64"):
+        numbers = np.array([1, 2, 300], dtype)
+        other = numbers.astype(numbers.dtype.newbyteorder())
+        assert _fed(dtype, other, (3,)).tobytes() == numbers.tobytes()
+
+
 def test_what_is_no_number_is_refused() -> None:
     for value in ("seven", None, object(), {"a": 1}, [1, "a"], [[1], [1, 2]], 1 << 80):
         with pytest.raises(FeedError, match=r"x of 'step' is .* no array of numbers"):

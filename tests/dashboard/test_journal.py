@@ -209,6 +209,13 @@ def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     assert path.read_text() == text
 
 
+def test_an_empty_file_is_called_empty(tmp_path: Path) -> None:
+    path = tmp_path / "board.jsonl"
+    path.touch()
+    with pytest.raises(JournalError, match=r"board\.jsonl is empty and so is not a"):
+        JournalWriter(path)
+
+
 def test_a_link_and_a_missing_file_are_refused(journal: Path) -> None:
     link = journal.with_name("link")
     link.symlink_to(journal)

@@ -63,6 +63,13 @@ def test_packed_files_are_for_their_owner_alone() -> None:
         assert (entry.name, entry.mode, entry.size) == ("token", 0o600, 1)
 
 
+@pytest.mark.parametrize("home", ["~", "~ada"])
+def test_a_tilde_before_the_remote_command_is_the_home_there(home: str) -> None:
+    (task,), _ = deal([Host("a", "a")], {"ps": 1}, 1)
+    command = remote_command(task, 5, "jgraph-1", f"'{home}/my venv/jgraph' ~/x")
+    assert f"{home}/'my venv/jgraph' '~/x' server --job ps" in command
+
+
 def test_words_of_the_remote_command_are_quoted() -> None:
     (task,), _ = deal([Host("a", "a")], {"ps": 1}, 1)
     assert "'my venv/bin/jgraph' server --job ps --task 0 " in remote_command(

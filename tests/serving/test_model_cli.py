@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jgraph.cli import app
+from jgraph.cli.options import USAGE
 from jgraph.cli.show import object_at
 from jgraph.errors import ArtifactError, ConfigError
 from jgraph.serving.labels import read_labels, set_label
@@ -98,6 +99,13 @@ def test_verify_names_what_is_damaged_and_exits_with_one(tmp_path: Path) -> None
     (version / "example.npz").write_bytes(b"")
     (row,) = typed("model", "verify", version.parent, code=1)
     assert "example.npz" in row["problem"]
+
+
+def test_a_model_is_exported_to_no_path_that_is_empty() -> None:
+    words = ["export", "saved", "train_it.py:trainer", "--example", "X", "-o", ""]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == USAGE
+    assert "it is empty" in done.output
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """A cluster of separate processes on this machine."""
 
 import atexit
+import fcntl
 import os
 import shutil
 import tempfile
@@ -125,10 +126,12 @@ class LocalCluster(Cluster):
         self._process = os.getpid()
         self._temporary = log_dir is None
         self._directory = _log_directory(log_dir)
+        self._log_lock: int | None = None
         # Of this cluster alone; only the name of the directory leaves this process.
         self._secrets = tempfile.mkdtemp(prefix="jgraph-secrets-")
         self._certificates = self._secrets if tls else ""
         try:
+            self._log_lock = _lock_logs(self._directory)
             if tls:
                 from jgraph.rpc.security.certificates import make_certificates
 
@@ -290,6 +293,11 @@ class LocalCluster(Cluster):
         return self._certificates
 
     def _forget_files(self) -> None:
+        if self._log_lock is not None:
+            # Also where a process that was forked has it as well.
+            fcntl.flock(self._log_lock, fcntl.LOCK_UN)
+            os.close(self._log_lock)
+            self._log_lock = None
         shutil.rmtree(self._secrets, ignore_errors=True)
         if self._temporary:
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -310,3 +318,25 @@ def _log_directory(path: str | os.PathLike[str] | None) -> Path:
             "give another one, or none for a temporary one"
         ) from error
     return directory
+
+
+def _lock_logs(directory: Path) -> int | None:
+    """Takes a directory for the logs of one cluster; returns what gives it back.
+
+    Raises:
+      ConfigError: another cluster, which is up, has its logs there.
+    """
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise ConfigError(
+            f"log_dir={str(directory)!r} has the logs of another local cluster, which "
+            "is up: its tasks have the same names; give another one, or close that "
+            "cluster first"
+        ) from error
+    except OSError:  # this file system locks no directories
+        os.close(lock)
+        return None
+    return lock

@@ -82,7 +82,13 @@ class TaskProcess:
         self.log = directory / f"{job}-{number}.log"
         if index is None:  # it is called by its index once it has one
             self.log = directory / f"{job}-{JOINS}-{secrets.token_hex(4)}.log"
-        self.log.unlink(missing_ok=True)
+        try:
+            self.log.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.log} cannot be the log of {self.task}: {error.strerror}; "
+                "remove it, or give another log_dir"
+            ) from error
         self._which = [job, number]
         overdue = "" if overdue_s is None else str(overdue_s)
         self._options = [transport, tls_directory, overdue, *allow_sources]

@@ -11,6 +11,7 @@ from jgraph.errors import (
     JGError,
     MalformedMessageError,
     MessageTooLargeError,
+    NotTakingError,
 )
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, kind_of
@@ -38,6 +39,7 @@ class Answers:
       hello: who answers.
       counters: where calls are counted.
       max_frame_bytes: larger replies become errors.
+      max_queued_bytes: a caller for whom more than this waits is given up.
       room: for the bytes of calls, given back as they are answered.
       doors: where callers may connect beside their streams.
       check: refuses methods that the caller may not call.
@@ -53,6 +55,7 @@ class Answers:
         hello: pb.Hello,
         counters: Counters,
         max_frame_bytes: int,
+        max_queued_bytes: int,
         room: RequestBudget,
         doors: Doors,
         check: Callable[[str], None],
@@ -65,7 +68,9 @@ class Answers:
         self._room = room
         self._check = check
         self._answering: dict[int, asyncio.Task[None]] = {}
-        self.end = AcceptingEnd(hello, doors, self._take, give_up)
+        self.end = AcceptingEnd(
+            *(hello, doors, self._take, give_up), max_queued_bytes=max_queued_bytes
+        )
 
     def stop(self) -> None:
         """Stops what is being answered: nobody waits for it any more."""
@@ -172,4 +177,7 @@ class Answers:
         return prepare(reply, max_frame_bytes=self._max_frame_bytes)
 
     def _put(self, number: int, reply: Prepared) -> None:
-        self.end.outbox.put(reply.encoded(sequence=number))
+        try:
+            self.end.outbox.put(reply.encoded(sequence=number))
+        except NotTakingError as error:  # with nothing between a call and its reply
+            self.end.refuse(error)

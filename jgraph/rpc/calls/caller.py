@@ -14,7 +14,7 @@ from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.dial import deadline_error, lost_call
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.resumable.dialing import DialingEnd, LinkLost, OpenStream
-from jgraph.rpc.resumable.outbox import unbounded_outbox
+from jgraph.rpc.resumable.outbox import line_outbox
 from jgraph.rpc.serving import ROOM_METHOD
 from jgraph.rpc.sockets.connecting import DataDialer
 from jgraph.rpc.sockets.frame_socket import LAST_WORDS_S
@@ -55,7 +55,7 @@ class CallConnection:
     ) -> None:
         self._address = address
         self._numbers = itertools.count(1)
-        self._outbox = unbounded_outbox()
+        self._outbox = line_outbox()
         self._waiting: dict[int, Callable[[_Reply], None]] = {}
         self._ended: JGError | LinkLost | None = None
         self._closing = False

@@ -55,6 +55,7 @@ class Service:
       hello: who we are.
       counters: where received frames are counted.
       max_frame_bytes: larger frames are refused before memory is taken.
+      max_queued_bytes: a caller for whom more replies wait is given up.
       buffers: memory for the tensors that come through streams.
       room: for the bytes of calls.
       checks_certificates: callers must have the certificate of who they say to be.
@@ -71,6 +72,7 @@ class Service:
         hello: pb.Hello,
         counters: Counters,
         max_frame_bytes: int,
+        max_queued_bytes: int,
         buffers: BufferPool,
         room: RequestBudget,
         *,
@@ -85,6 +87,7 @@ class Service:
         self._hello = hello
         self._counters = counters
         self._max_frame_bytes = max_frame_bytes
+        self._max_queued_bytes = max_queued_bytes
         self._buffers = buffers
         self._room = room
         self._doors = doors
@@ -257,8 +260,15 @@ class Service:
 
     def _make_answers(self, check: Check, give_up: Callable[[], None]) -> Answers:
         return Answers(
-            *(self._handler, self._hello, self._counters, self._max_frame_bytes),
-            *(self._room, self._doors, check, give_up),
+            self._handler,
+            self._hello,
+            self._counters,
+            self._max_frame_bytes,
+            self._max_queued_bytes,
+            self._room,
+            self._doors,
+            check,
+            give_up,
         )
 
 

@@ -184,6 +184,7 @@ class GrpcTransport:
             self._hello,
             self._counters,
             self._max_frame_bytes,
+            self._max_queued_bytes,
             self._buffers,
             self._room,
             shares_memory=near and port is not None,

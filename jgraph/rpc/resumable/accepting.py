@@ -18,20 +18,23 @@ from jgraph.errors import (
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame, kind_of
 from jgraph.rpc.resumable.admission_control import LOOK_EVERY_S, Admission
+from jgraph.rpc.resumable.backlog import Backlog
 from jgraph.rpc.resumable.numbers import ReceivedFrames
-from jgraph.rpc.resumable.outbox import unbounded_outbox
+from jgraph.rpc.resumable.outbox import line_outbox
 from jgraph.rpc.sockets.frame_socket import LAST_WORDS_S, FrameSocket
 from jgraph.rpc.sockets.listener import Caller
 from jgraph.rpc.sockets.offer import Doors, SocketEnded, SocketOffer
 from jgraph.rpc.sockets.pipe import Pipe, StreamPipe, not_counted
 from jgraph.rpc.transport import Frame
-from jgraph.rpc.wire.codec import Buffer, encode
+from jgraph.rpc.wire.codec import Buffer, Encoded, encode
 from jgraph.rpc.wire.decoder import Decoder
 
 RETURN_S: Final = 4.0
 """How long a caller whose connection broke may take to resume it."""
 ASK_EVERY_S: Final = 0.25
 """How often its address is asked meanwhile: no one tells that a process is gone."""
+_MAX_QUEUED_FRAMES: Final = 1 << 24
+"""So many are never small enough that a writer who waits for room puts them in."""
 _GIVES_UP: Final = (NotTakingError, DeadlineError)
 _END: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]  # stubs lack it
 _logger = logging.getLogger(__name__)
@@ -50,6 +53,7 @@ class AcceptingEnd:
       doors: where callers may connect beside their streams.
       take: gets each frame that arrives, and counts it in ``received``.
       give_up: called when no stream goes on with the link any more.
+      max_queued_bytes: more than this should not wait for the caller.
       received: what arrived before; nothing unless given.
       is_gone: whether nothing can come any more from the caller.
 
@@ -68,10 +72,14 @@ class AcceptingEnd:
         take: Callable[[Frame], None],
         give_up: Callable[[], None],
         *,
+        max_queued_bytes: int | None = None,
         received: ReceivedFrames | None = None,
         is_gone: Callable[[], Awaitable[bool]] = _never_gone,
     ) -> None:
-        self.outbox = unbounded_outbox()
+        backlog = Backlog[Encoded](
+            *(hello.task, "a caller", "", max_queued_bytes, _MAX_QUEUED_FRAMES)
+        )
+        self.outbox = line_outbox(backlog)
         self.received = received or ReceivedFrames()
         self._hello = hello
         self._doors = doors
@@ -230,12 +238,20 @@ class AcceptingEnd:
         if task.cancelled():
             return
         error = task.exception()  # a connection that broke: who reads it learns it
-        if isinstance(error, _GIVES_UP) and self._serving is not None:
-            _logger.warning(
-                "%s closes a connection: %s", self._hello.task, error.message
-            )
-            self._refused = error
-            self._serving.cancel()
+        if isinstance(error, _GIVES_UP):
+            self.refuse(error)
+
+    def refuse(self, error: JGError) -> None:
+        """Gives the link up; its caller learns why if it listens."""
+        if self._refused is not None or self._serving is None:
+            return
+        _logger.warning("%s closes a connection: %s", self._hello.task, error.message)
+        self._refused = error
+        self._may_return = False
+        self._serving.cancel()
+        if self._returning is not None and not self._returning.done():
+            self._returning.cancel()
+            self._give_up()
 
     async def _read(
         self, context: Any, streamed: Pipe, feed: Callable[[Buffer], None]

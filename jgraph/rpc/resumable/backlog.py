@@ -41,7 +41,7 @@ class Backlog(Generic[_Item]):
     Args:
       sender: the task that sends, for the message.
       peer: the task that should take them.
-      address: where that is.
+      address: where that is, if it is known.
       max_bytes: the most bytes to keep, headers and tensors; None: any number, and of
         frames too.
       max_frames: the most frames to keep.
@@ -139,8 +139,9 @@ class Backlog(Generic[_Item]):
 
     def _too_much(self, limit: int, now: float) -> NotTakingError:
         frames = len(self._queue) + bool(self._leaving)
+        where = f" at {self._address}" if self._address else ""
         return NotTakingError(
-            f"{self._peer} at {self._address} does not take what {self._sender} sends: "
+            f"{self._peer}{where} does not take what {self._sender} sends: "
             f"{frames:,} frames ({self.nbytes:,} bytes) wait, none moved for "
             f"{now - self._moved:.1f} s, and {self._max_frames:,} frames or "
             f"{limit:,} bytes is the limit; look at its log, and at the "

@@ -282,6 +282,8 @@ class Outbox(Generic[_Item]):
         return self._encode(item, number)
 
 
-def unbounded_outbox() -> Outbox[Encoded]:
-    """Returns one whose writers wait by themselves while it is full."""
-    return Outbox(Backlog(), as_it_is, give_up_s=UNACKNOWLEDGED_S)
+def line_outbox(backlog: Backlog[Encoded] | None = None) -> Outbox[Encoded]:
+    """Returns one of a line of calls; its writers wait by themselves unless bounded."""
+    return Outbox(
+        Backlog() if backlog is None else backlog, as_it_is, give_up_s=UNACKNOWLEDGED_S
+    )

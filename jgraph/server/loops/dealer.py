@@ -277,6 +277,8 @@ class Dealers:
                 lease_s=order.lease_s,
                 position=json.loads(order.position) if order.position else None,
             )
+            if (before := self._runs.get(order.run)) is not None:
+                before.close()
             self._runs[order.run] = Dealer(dispatch, self._clock, order.lease_s)
 
     def get(self, run: str) -> Dealer:

@@ -26,6 +26,7 @@ from jgraph.errors import (
     CertificateError,
     ClusterUnreachableError,
     ConfigError,
+    DeadlineError,
     RescaleError,
     TaskLostError,
 )
@@ -156,6 +157,7 @@ async def _knock(
         except (
             AddressError,  # of a host whose name is not known yet
             ClusterUnreachableError,
+            DeadlineError,  # it may be busy, or hang and be started again
             TaskLostError,
             RescaleError,
         ) as error:

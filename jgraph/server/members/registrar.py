@@ -404,7 +404,11 @@ class Registrar:
             self._handle(Gone(task, member.incarnation))
             return None
         self._handle(Answered(task, member.incarnation))
-        self._context.arrange(arrangement_in(members))
+        try:
+            self._context.arrange(arrangement_in(members))
+        except JGError as error:  # or nobody would look at it any more
+            _LOG.warning("%s tells strange members: %s", task, error.message)
+            return False
         self._known_numbers[task] = members.arrangement
         hears, self._hears = self._hears, asyncio.Event()
         hears.set()

@@ -81,6 +81,8 @@ class ChangeStreams:
         self._ending: dict[str, WalThread] = {}
         """The log of each stream that was dropped last."""
         self._copies: dict[str, Follower] = {}
+        self._claims: dict[str, object] = {}
+        """What begins of each stream, until it has begun or is dropped."""
         self.methods: Mapping[str, Answer] = {
             "KeepRecords": self._keep,
             "TakeRecords": self._take,
@@ -170,10 +172,13 @@ class ChangeStreams:
         order, sent = body_of(request), 0
         if order.begins:
             self.drop([order.stream])
-            names = list(order.names)
+            names, claim = list(order.names), self._claim(order.stream)
             ahead = await self._shell.run(
                 partial(AheadCopy, self._runtime.store, order.container, names)
             )
+            if not self._is_claimed(order.stream, claim):
+                ahead.close()
+                raise self._no_copy(order.stream)
             recorder = Recorder(partial(self._wake, order.stream))
             backup = TaskName(order.backup)
             self._sources[order.stream] = _Source(recorder, backup, None, ahead)
@@ -234,7 +239,10 @@ class ChangeStreams:
         check_memory(self._runtime.task, order.nbytes)
         if src == self._runtime.task:
             copier = ChangeApplier(stream, loaded, self._runtime.store, first=None)
+            claim = self._claim(stream)
             await self._shell.run(partial(self._replay, stream, copier))
+            if not self._is_claimed(stream, claim):
+                raise self._no_copy(stream)
             unheard = lambda number, error: None  # nobody sends more
             self._copies[stream] = Follower(copier, stream, src, *here, unheard)
             yield frame(empty=pb.Empty())
@@ -294,6 +302,17 @@ class ChangeStreams:
             await self._shell.run(partial(source.recorder.end, version))
         return versions
 
+    def _claim(self, stream: str) -> object:
+        self._claims[stream] = claim = object()
+        return claim
+
+    def _is_claimed(self, stream: str, claim: object) -> bool:
+        """Whether nothing has dropped the stream since, or begun it anew."""
+        if self._claims.get(stream) is not claim:
+            return False
+        del self._claims[stream]
+        return True
+
     def _no_copy(self, stream: str) -> JGError:
         task = self._runtime.task
         return CopyLostError(
@@ -323,6 +342,8 @@ class ChangeStreams:
             if source.log is not None:
                 source.log.end(remove=True)
                 ending[stream] = source.log
+        for stream in [s for s in self._claims if not streams or s in streams]:
+            del self._claims[stream]
         for stream in [s for s in self._copies if not streams or s in streams]:
             del self._copies[stream]
         if self._directory is not None:

@@ -1,6 +1,7 @@
 """Real processes on this machine."""
 
 import atexit
+import fcntl
 import json
 import os
 import re
@@ -375,6 +376,24 @@ def test_a_directory_for_logs_that_cannot_be_made_is_told_of(tmp_path: Path) -> 
     for name in (cast(Any, 5), "a\0b"):
         with pytest.raises(ConfigError, match="cannot be a directory for logs: "):
             LocalCluster(log_dir=name)
+
+
+def test_a_directory_in_the_place_of_a_log_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "ps-0.log").mkdir()
+    with pytest.raises(ConfigError, match=r"ps-0\.log cannot be the log of /job:ps/"):
+        LocalCluster(ps=1, workers=0, log_dir=tmp_path)
+
+
+def test_a_directory_has_the_logs_of_one_cluster_at_a_time(tmp_path: Path) -> None:
+    (tmp_path / "ps-0.log").mkdir()
+    lock = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # as a cluster that is up
+    with pytest.raises(ConfigError, match="the logs of another local cluster"):
+        LocalCluster(ps=1, workers=0, log_dir=tmp_path)
+    os.close(lock)
+    for _ in range(2):  # what does not start gives it back
+        with pytest.raises(ConfigError, match="cannot be the log"):
+            LocalCluster(ps=1, workers=0, log_dir=tmp_path)
 
 
 @pytest.mark.parametrize("timeout_s", ["60", None, float("nan")])

@@ -10,6 +10,7 @@ import pytest
 from jgraph.errors import NotTakingError
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import frame
+from jgraph.rpc.grpc import transport
 from jgraph.rpc.resumable import numbers as resumable_numbers, outbox
 from jgraph.rpc.resumable.backlog import Backlog
 from jgraph.rpc.resumable.outbox import FEW_BYTES, Outbox, as_it_is
@@ -17,7 +18,7 @@ from jgraph.rpc.sockets.pipe import StreamPipe
 from jgraph.rpc.transport import Frame
 from jgraph.rpc.wire.codec import Encoded, encode
 from jgraph.rpc.wire.decoder import Decoder
-from jgraph.testing.transport_harness import asked, numbers, step
+from jgraph.testing.transport_harness import PS, asked, numbers, step
 from tests.support.paired import LARGE, Pair, paired
 from tests.support.run_async import run_async
 
@@ -117,6 +118,24 @@ def test_a_caller_that_acknowledges_nothing_is_given_up(
 
     run_async(main())
     assert "closes a connection: nothing of the last" in caplog.text
+
+
+def test_a_caller_for_whom_too_many_bytes_of_replies_wait_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transport, "default_queue_limit", lambda: 3 * LARGE)
+
+    async def main() -> None:
+        async with paired() as pair:
+            errors = await large_replies_at_once(pair, 12)
+            assert {type(error) for error in errors} == {NotTakingError}
+            again = await asked(pair.client, pair.proxy.address, "Large", step(1))
+            assert numbers(again) == [1]
+
+    run_async(main())
+    assert f"{PS} closes a connection: a caller does not take what {PS} sends" in (
+        caplog.text
+    )
 
 
 def test_one_who_acknowledges_nothing_does_not_fill_the_memory(

@@ -32,6 +32,7 @@ from jgraph.graph.device import TaskName
 from jgraph.rpc._pb import jgraph_pb2 as pb
 from jgraph.rpc.frames import body_of, frame
 from jgraph.rpc.security.token import Token
+from jgraph.rpc.transport import Frame
 from jgraph.server.members import registrar
 from jgraph.server.members.joining import join_cluster
 from jgraph.server.members.messages import join_request
@@ -274,6 +275,32 @@ def test_a_member_that_hangs_keeps_nobody_waiting(
     assert joined(here, stack).task == WORKER2
     assert began.now() - since_s < 2.8  # a look at it takes 3 s
     assert WORKER1 in known(here.server(PS))  # until its lease is over
+
+
+def test_strange_members_end_no_watch_over_the_task_that_tells_them(
+    here: Servers, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined(here, stack)
+    ps = here.server(PS)._server
+    assert ps is not None
+    members = ps.master.registrar
+    member = ps.context.arrangement.members[WORKER1]
+    strange = pb.Members(
+        task=WORKER1,
+        incarnation=member.incarnation,
+        members=[pb.Member(task="no task", address="a:1")],
+    )
+
+    async def tell(*_: Any, **__: Any) -> Frame:
+        return frame(members=strange)
+
+    monkeypatch.setattr(ps.context.transport, "ask", tell)
+
+    async def look() -> bool | None:
+        return await members._look(WORKER1, member)
+
+    assert event_loop.run(look()) is False
+    assert WORKER1 in known(here.server(PS))
 
 
 def test_a_status_tells_a_task_that_was_started_again(
