@@ -81,12 +81,8 @@ class Sealer:
         added = _ADDED.pack(head, self._number)
         record = bytearray(_HEAD.size + size + _TAG_BYTES)
         _HEAD.pack_into(record, 0, head, zlib.crc32(added))
-        self._cipher.encrypt_into(
-            _NONCE.pack(0, self._number),
-            plain,
-            added,
-            memoryview(record)[_HEAD.size :],
-        )
+        sealed = memoryview(record)[_HEAD.size :]
+        self._cipher.encrypt_into(_NONCE.pack(0, self._number), plain, added, sealed)
         self._number += 1
         return record
 
@@ -176,14 +172,9 @@ class Opener:
             if len(self._plain) < size:
                 self._plain = memoryview(bytearray(size))
             target = self._plain
-        plain = target[:size]
+        plain, added = target[:size], _ADDED.pack(head, self._number)
         try:
-            self._cipher.decrypt_into(
-                _NONCE.pack(0, self._number),
-                data,
-                _ADDED.pack(head, self._number),
-                plain,
-            )
+            self._cipher.decrypt_into(_NONCE.pack(0, self._number), data, added, plain)
         except self._changed:
             raise RecordError("a record was changed on the way") from None
         self._number += 1
