@@ -9,15 +9,15 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.peer_process import PEERS
-from benchmarks.tables import Line, work
+from benchmarks.tables import ENCRYPTED, Line, route, work
 
 # How a figure was come by.
 KINDS = {"measured": "C0", "emulated": "C1", "simulated": "C7"}
 COLOURS = {
     **KINDS,
     "auto": "C0",
-    "grpc": "C1",
     "network": "C1",
+    ENCRYPTED: "C2",
     **dict(zip(PEERS, ("C7", "C8", "C3", "C4"), strict=True)),
 }
 
@@ -25,7 +25,11 @@ COLOURS = {
 def draw(lines: list[Line], folder: Path) -> list[Path]:
     """Draws what the lines are good for; returns the files."""
     folder.mkdir(exist_ok=True)
-    compared = [x for x in lines if x["benchmark"] == "compare"]
+    compared = [
+        {**line, "transport": ENCRYPTED} if route(line) == ENCRYPTED else line
+        for line in lines
+        if line["benchmark"] == "compare"
+    ]
     drawings = {
         "workers": (_workers, compared),
         "ratios": (_ratios, compared),

@@ -22,7 +22,7 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 KEYS = (
     *("benchmark", "what", "kind", "model", "mb", "rows", "mode", "strategy"),
     *("transport", "ps", "workers", "way", "bytes", "beside", "batch_size", "wait_ms"),
-    *("case", "level"),
+    *("case", "level", "tls"),
 )
 
 
@@ -32,6 +32,8 @@ def read(paths: Iterable[Path]) -> list[Line]:
     for path in paths:
         for text in path.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
+            if line["benchmark"] == "compare" and line["transport"] == "grpc":
+                line["transport"] = "network"  # its older name
             found[tuple(line.get(key) for key in KEYS)] = line
     return list(found.values())
 

@@ -22,7 +22,10 @@ def test_report_replaces_its_part_of_the_readme_and_draws(tmp_path: Path) -> Non
     lines = [
         compared(4, "auto", 1.5),  # an earlier run of the same
         compared(4, "auto", 2.5),
-        compared(8, "grpc", 1.25),
+        compared(4, "grpc", 0.5),
+        compared(4, "network", 1.75),  # the same by its newer name
+        {**compared(4, "network", 1.25), "tls": True},
+        compared(8, "network", 1.125),
         {**compared(4, "auto", 2.25), "mode": "sync"},
         {**compared(4, "auto", 3.5), "beside": "ray_ps"},
         {"benchmark": "memory", "ps_peak_mb": 300.5, "steps": 2},
@@ -35,9 +38,12 @@ def test_report_replaces_its_part_of_the_readme_and_draws(tmp_path: Path) -> Non
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    assert "| dense 8 MB | 4 | auto | 250 (250 to 250) |" in text
-    assert "| sync dense 8 MB | 4 | auto | 225 (225 to 225) |" in text
-    assert "1.25 (1.25 to 1.25) | 1.1 |" in text
+    peer = "TensorFlow's ps | 100 (100 to 100)"
+    ratios = "2.50 (2.50 to 2.50) of 2.0 | 1.75 (1.75 to 1.75) of 1.5 | 1.25"
+    assert "| steps/s | beside | its steps/s | one host | between hosts |" in text
+    assert f"| dense 8 MB | 4 | 250 (250 to 250) | {peer} | {ratios}" in text
+    assert "| sync dense 8 MB | 4 | 225 (225 to 225) |" in text
+    assert "|  | 1.12 (1.12 to 1.12) of 1.5 |  |" in text
     assert "Ray's actors | 100 (100 to 100) | 3.50 (3.50 to 3.50) |  |" in text
     assert "| 300.5 |" in text
     assert "### a new one" in text
